@@ -27,14 +27,13 @@ from benchmarks.processes import (
     WORKS as TIMED,
     Make,
     deep_mlp,
-    language_step,
     llama,
     ours,
     small_mlp,
     with_ddp,
     with_dtensor,
 )
-from benchmarks.works import training_step
+from benchmarks.works import language_step, training_step
 
 OURS = "ours"
 SIDES: dict[str, Callable[..., Any]] = {OURS: ours, "DDP": with_ddp, "DTensor": with_dtensor}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks import moves
-from benchmarks.beside import compare, our_work, tell
+from benchmarks.beside import compare, our_work, tell, works_of
 from benchmarks.peers import MEMORY
 from benchmarks.timing import Side, Work
 from benchmarks.works import BATCH, FEATURES, REPLICATED_BYTES, SIZE, mlp, training_step
@@ -126,24 +126,14 @@ def _everywhere(found: Any, value: float) -> None:
         raise AssertionError(f"JAX gave {found.shape} of {float(found[0])}, not {value} on every device")
 
 
-# The works of `benchmarks.peers`: how to make them, and seconds to measure.
-WORKS: dict[tuple[str, str], tuple[Make, float]] = {
-    ("add", "32x32 per device"): (_add, 1.0),
-    ("matmul row", f"{SIZE}^3"): (_matmul(("d",), (), ("d",)), 3.0),
-    ("matmul inner", f"{SIZE}^3"): (_matmul((None, "d"), ("d",), ()), 3.0),
-    ("MLP step", "data-parallel"): (_mlp, 6.0),
+MAKES: dict[str, Make] = {
+    "add": _add,
+    "matmul row": _matmul(("d",), (), ("d",)),
+    "matmul inner": _matmul((None, "d"), ("d",), ()),
+    "MLP step": _mlp,
+    "all-reduce": _all_reduce,
+    "all-gather": _all_gather,
 }
-COLLECTIVES: dict[tuple[str, str], tuple[Make, float]] = {
-    moves.ALL_REDUCE: (_all_reduce, 4.0),
-    moves.ALL_REDUCE_NEW: (_all_reduce, 4.0),
-    moves.ALL_GATHER: (_all_gather, 4.0),
-    moves.ALL_GATHER_NEW: (_all_gather, 4.0),
-}
-
-
-def works(ranks: int) -> dict[tuple[str, str], tuple[Make, float]]:
-    """What is timed on so many devices."""
-    return {**WORKS, **COLLECTIVES} if ranks == moves.DEVICES else WORKS
 
 
 def copies(devices: Devices) -> float:
@@ -161,7 +151,7 @@ def measure(ranks: int, scale: float) -> None:
     devices = Devices(ranks)
     torch.manual_seed(0)
     tell(MEMORY, copies=copies(devices))
-    for work, (make, seconds) in works(ranks).items():
+    for work, (make, seconds) in works_of(MAKES, ranks).items():
         theirs, dense = make(devices)
         compare(work, Side(theirs), our_work(work, ranks), dense, seconds * scale)
 

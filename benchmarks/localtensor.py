@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import moves
-from benchmarks.beside import compare, our_work, tell
+from benchmarks.beside import compare, our_work, tell, works_of
 from benchmarks.peers import MEMORY
 from benchmarks.timing import Side, Work
 from benchmarks.works import BATCH, FEATURES, REPLICATED_BYTES, SIZE, mlp, training_step
@@ -76,24 +76,14 @@ def _all_gather(mode: LocalTensorMode, mesh: DeviceMesh) -> tuple[Work, Work]:
     return lambda: a.redistribute(mesh, [Replicate()]), moves.gather_traffic(x)
 
 
-# The works that meshloom's table has too, by the same names: how to make them, and seconds to measure.
-WORKS: dict[tuple[str, str], tuple[Make, float]] = {
-    ("add", "32x32 per device"): (_add, 1.0),
-    ("matmul row", f"{SIZE}^3"): (_matmul(Shard(0), Replicate()), 3.0),
-    ("matmul inner", f"{SIZE}^3"): (_matmul(Shard(1), Shard(0)), 3.0),
-    ("MLP step", "data-parallel"): (_mlp, 6.0),
+MAKES: dict[str, Make] = {
+    "add": _add,
+    "matmul row": _matmul(Shard(0), Replicate()),
+    "matmul inner": _matmul(Shard(1), Shard(0)),
+    "MLP step": _mlp,
+    "all-reduce": _all_reduce,
+    "all-gather": _all_gather,
 }
-COLLECTIVES: dict[tuple[str, str], tuple[Make, float]] = {
-    moves.ALL_REDUCE: (_all_reduce, 5.0),
-    moves.ALL_REDUCE_NEW: (_all_reduce, 5.0),
-    moves.ALL_GATHER: (_all_gather, 4.0),
-    moves.ALL_GATHER_NEW: (_all_gather, 4.0),
-}
-
-
-def works(ranks: int) -> dict[tuple[str, str], tuple[Make, float]]:
-    """What is timed on so many ranks."""
-    return {**WORKS, **COLLECTIVES} if ranks == moves.DEVICES else WORKS
 
 
 def copies(mode: LocalTensorMode, mesh: DeviceMesh) -> float:
@@ -127,7 +117,7 @@ def measure(ranks: int, scale: float) -> None:
     """Print the figures of every work on that many virtual ranks."""
     with virtual_ranks(ranks) as place:
         tell(MEMORY, copies=copies(*place))
-    for work, (make, seconds) in works(ranks).items():
+    for work, (make, seconds) in works_of(MAKES, ranks).items():
         measure_work(work, make, ranks, seconds * scale)
 
 

@@ -13,7 +13,7 @@ import torch
 import meshloom as loom
 from benchmarks.bare import bare, bare_parameter
 from benchmarks.goals import Goal
-from benchmarks.works import Pair, Spec, WrongAnswer
+from benchmarks.works import Pair, Spec, WrongAnswer, language_step
 
 MESH = (2, 4)
 STEPS = {"default": ({}, 2.0), "foreach": ({"foreach": True}, 1.5), "fused": ({"fused": True}, 1.5)}
@@ -92,7 +92,8 @@ def _llama(puts: Callable[[], Puts]) -> Pair:
             if value is not None:
                 module._parameters[each] = put.parameter(value.detach(), megatron_placements(name))
     tokens = torch.randint(0, 256, (8, 32))
-    steps = train(ours, put.tokens(tokens)), train(dense, tokens)
+    placed = put.tokens(tokens)
+    steps = language_step(ours, placed, placed, 1e-3), language_step(dense, tokens, tokens, 1e-3)
     losses = [float(step()) for step in steps]
     if not math.isclose(*losses, rel_tol=1e-4):
         raise WrongAnswer(f"the loss is {losses[0]} and dense has {losses[1]}")
@@ -105,17 +106,3 @@ def megatron_placements(name: str) -> dict[str, loom.Placement]:
     if name.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
         return {"tp": loom.Shard(0)}
     return {"tp": loom.Shard(1)} if name.endswith(("o_proj", "down_proj")) else {}
-
-
-def train(model: Any, tokens: Any) -> Callable[[], Any]:
-    """A step of training a language model."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step() -> Any:
-        optimizer.zero_grad()
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return step

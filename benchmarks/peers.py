@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from benchmarks import goals, moves
 from benchmarks.results import JAX, LOCAL_TENSOR, PROCESSES, Row, compared, figures, verdict, weighed
-from benchmarks.timing import Comparison, Timing
+from benchmarks.timing import Timing
 
 ROOT = Path(__file__).resolve().parents[1]
 # The works that localtensor.py and jaxdevices.py measure on any number of ranks; repeated here, since they may not even
@@ -116,9 +116,9 @@ def _row(peer: Peer, found: dict[str, Any], ranks: int) -> Row:
         timing = Timing(*found["timing"])
         judged = verdict(goals.of_processes(work, detail), timing.ratio)
         return Row(*place, "ratio", **figures(timing), **judged)
-    beside = Comparison(*found["timing"])
-    judged = verdict(goals.of_peer(work, ranks), beside.times_ours)
-    return Row(*place, "times_ours", **compared(beside), **judged)
+    beside = compared(*found["timing"])
+    judged = verdict(goals.of_peer(work, ranks), beside["times_ours"])
+    return Row(*place, "times_ours", **beside, **judged)
 
 
 def _lines(command: list[str], limit: float) -> Iterator[str]:

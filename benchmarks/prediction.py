@@ -26,8 +26,9 @@ from examples.transformer import PLANS
 import meshloom as loom
 from benchmarks import gpt
 from benchmarks.goals import Goal
-from benchmarks.optimizers import megatron_placements, train
+from benchmarks.optimizers import megatron_placements
 from benchmarks.results import OURS, Row, verdict
+from benchmarks.works import language_step
 from meshloom.cli.host_measuring import FULL, QUICK, measure_host
 from meshloom.cli.measuring import best_of
 from meshloom.fabric.host import Host
@@ -266,8 +267,7 @@ def make_llama(plan: str, mesh: loom.Mesh) -> Callable[[], object]:
                 placements = megatron_placements(name) if plan == "tensor" else {}
                 module._parameters[each] = loom.Parameter(value.detach(), mesh, placements)
     tokens = loom.distribute(torch.randint(0, 1024, (8, 96)), mesh, {"dp": loom.Shard(0)})
-    step: Callable[[], object] = train(model, tokens)
-    return step
+    return language_step(model, tokens, tokens, 1e-3)
 
 
 def _text(size: int) -> str:

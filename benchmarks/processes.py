@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.timing import Work
-from benchmarks.works import BATCH, FEATURES, SIZE, mlp, training_step
+from benchmarks.works import BATCH, FEATURES, SIZE, language_step, mlp, training_step
 
 MEGABYTES = 64
 ADD, INNER, REDUCE, GATHER, SCATTER = "add", "matmul inner", "all-reduce", "all-gather", "reduce-scatter"
@@ -168,19 +168,6 @@ def llama() -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
     )  # fmt: skip
     tokens = torch.randint(config.vocab_size, (8, 128))
     return LlamaForCausalLM(config), tokens, tokens
-
-
-def language_step(model: torch.nn.Module, tokens: Any, labels: Any) -> Work:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-    def step() -> object:
-        optimizer.zero_grad()
-        loss = model(input_ids=tokens, labels=labels, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
 
 
 def _placed(model: torch.nn.Module, mesh: Any) -> torch.nn.Module:

@@ -1,7 +1,8 @@
 """Callables timed against each other: short rounds in turn, best of many.
 
 The machine is never quite quiet. A pause hits one round, not the best of many, and because the rounds alternate, a slow
-minute slows all sides. So the figure is the ratio of two bests.
+minute slows all sides. So the figure is the ratio of two bests, and a best counts when other rounds came close to it:
+where the machine was so busy that a side was never left alone twice, the rounds go on.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ Around = Callable[[], AbstractContextManager[object]]
 # A round is long enough for the clock and short enough for a pause to miss it.
 ROUND_SECONDS = 0.0005
 MINIMUM_ROUNDS = 3
+# A best that so many rounds come so close to was not disturbed; the search for one takes so many times as long at most.
+CLOSE, CLOSE_ROUNDS, LONGEST = 1.03, 3, 5
 CALIBRATION_SECONDS = 0.05
 CALIBRATION_CALLS = 50
 
@@ -47,30 +50,6 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """The best seconds per call of a peer, of ours and of dense torch, measured in turn.
-
-    >>> Comparison(0.0008, 0.0002, 0.0001, 50).times_ours
-    4.0
-    """
-
-    theirs: float
-    ours: float
-    dense: float
-    rounds: int
-
-    @property
-    def ratio(self) -> float:
-        """How many times the dense work theirs costs."""
-        return round(self.theirs / self.dense, 4)
-
-    @property
-    def times_ours(self) -> float:
-        """How many times ours theirs costs."""
-        return round(self.theirs / self.ours, 2)
-
-
-@dataclass(frozen=True, slots=True)
 class Side:
     """A work to be timed; `around` is entered for each of its rounds, outside the clock."""
 
@@ -88,14 +67,20 @@ def contest(sides: Sequence[Side], seconds: float) -> tuple[list[float], int]:
     """The best seconds per call of every side after `seconds` of rounds in turn, and the number of rounds."""
     with _quiet():
         loops = [_calibrate(side) for side in sides]
-        best = [float("inf")] * len(sides)
-        rounds, end = 0, time.perf_counter() + seconds
-        while rounds < MINIMUM_ROUNDS or time.perf_counter() < end:
+        lowest: list[list[float]] = [[] for _ in sides]  # of each side the quickest rounds, in order
+        rounds, start = 0, time.perf_counter()
+        while rounds < MINIMUM_ROUNDS or _goes_on(lowest, time.perf_counter() - start, seconds):
             for turn in range(len(sides)):
                 number = (turn + rounds) % len(sides)  # who goes first changes too: those after find warmer caches
-                best[number] = min(best[number], _round(sides[number], loops[number]))
+                lowest[number] = sorted([*lowest[number], _round(sides[number], loops[number])])[:CLOSE_ROUNDS]
             rounds += 1
-    return best, rounds
+    return [each[0] for each in lowest], rounds
+
+
+def _goes_on(lowest: Sequence[Sequence[float]], spent: float, seconds: float) -> bool:
+    """Whether there is time left, or a best that no other round came close to and more time to look for one."""
+    is_settled = all(each[-1] <= CLOSE * each[0] for each in lowest)
+    return spent < seconds * (1 if is_settled else LONGEST)
 
 
 @contextmanager

@@ -156,13 +156,21 @@ def mlp() -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.Linear(inner, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, outer))
 
 
-def training_step(model: torch.nn.Module, x: object, y: object) -> Callable[[], object]:
+def training_step(model: torch.nn.Module, x: object, y: object) -> Work:
     """Forward, backward and one SGD update of a module."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return _update(torch.optim.SGD(model.parameters(), lr=0.01), lambda: (model(x) - y).square().mean())
 
+
+def language_step(model: torch.nn.Module, tokens: object, labels: object, rate: float = 1e-4) -> Work:
+    """The same with AdamW of a language model of `transformers`."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    return _update(optimizer, lambda: model(input_ids=tokens, labels=labels, use_cache=False).loss)
+
+
+def _update(optimizer: torch.optim.Optimizer, loss_of: Callable[[], torch.Tensor]) -> Work:
     def step() -> object:
         optimizer.zero_grad()
-        loss = (model(x) - y).square().mean()
+        loss = loss_of()
         loss.backward()
         optimizer.step()
         return loss

@@ -9,7 +9,6 @@ statistics of all of it, so losses and running statistics are those of the dense
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformer import Trainer
+from transformer import Trainer, make_parser, train_both
 
 import meshloom as loom
 from meshloom import Plan, Shard
@@ -95,22 +94,15 @@ def largest_difference(one: nn.Module, other: nn.Module) -> float:
 
 def main() -> None:
     """Train dense and on the mesh, side by side."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=8, help="devices that share the batch (default 8)")
-    parser.add_argument("--steps", type=int, default=60, help="how many steps (default 60)")
-    parser.add_argument("--rows", type=int, default=64, help="pictures per batch (default 64)")
-    given = parser.parse_args()
+    numbers = {"devices": (8, "devices that share the batch"), "steps": (60, "how many steps")}
+    given = make_parser(__doc__, **numbers, rows=(64, "pictures per batch")).parse_args()
     torch.manual_seed(0)
     model, mesh = ResNet(), loom.open_mesh((given.devices,), axes=("dp",))
     dense, ours = Trainer(copy.deepcopy(model)), Trainer(model, mesh, PLAN)
-    shown = loom.process().rank == 0
-    for step, batch in enumerate(batches(given.steps, given.rows)):
-        losses = dense.step(*batch), ours.step(*batch)
-        if shown and (step % 10 == 0 or step == given.steps - 1):
-            print(f"step {step:4}  dense {losses[0]:.5f}  {mesh} {losses[1]:.5f}", flush=True)
+    train_both(dense, ours, batches(given.steps, given.rows), given.steps, mesh)
     (unseen,) = batches(1, 256, seed=9)
     found = ours.dense()
-    if shown:
+    if loom.process().rank == 0:
         print(f"running statistics: largest difference {largest_difference(found, dense.model):.1e}")
         print(f"unseen pictures told rightly: {accuracy(found, *unseen):.0%}")
 

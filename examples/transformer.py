@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from meshloom import Plan, Shard
 
 TEXT = Path(__file__).with_name("text.txt")
 MESH = (2, 4)
+Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Attention(nn.Module):
@@ -136,7 +137,7 @@ class Text:
         self.letters = sorted(set(self.text))
         self.numbers = torch.tensor([self.letters.index(each) for each in self.text])
 
-    def batches(self, count: int, rows: int, length: int, seed: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def batches(self, count: int, rows: int, length: int, seed: int = 1) -> Iterator[Batch]:
         """Random stretches of the text, and the same moved by one."""
         draw = torch.Generator().manual_seed(seed)
         for _ in range(count):
@@ -184,24 +185,39 @@ class Trainer:
         return found if self.mesh is None else loom.unparallelize(found)
 
 
+def make_parser(text: str | None, **numbers: tuple[int, str]) -> argparse.ArgumentParser:
+    """A command line with numbers: their defaults, and what they are."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, (default, what) in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default {default})")
+    return parser
+
+
+def train_both(dense: Trainer, ours: Trainer, batches: Iterable[Batch], steps: int, name: object) -> None:
+    """The same steps dense and on the mesh; every tenth loss and the last one are shown."""
+    for step, batch in enumerate(batches):
+        losses = dense.step(*batch), ours.step(*batch)
+        if loom.process().rank == 0 and (step % 10 == 0 or step == steps - 1):
+            print(f"step {step:4}  dense {losses[0]:.5f}  {name} {losses[1]:.5f}", flush=True)
+
+
 def main() -> None:
     """Train dense and on the mesh, side by side."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(
+        __doc__,
+        steps=(100, "how many steps"),
+        rows=(16, "stretches of text per batch"),
+        length=(64, "letters per stretch"),
+        sample=(120, "letters to write at the end"),
+    )
     parser.add_argument("--plan", choices=PLANS, default="tensor", help="which table of placements (default tensor)")
-    parser.add_argument("--steps", type=int, default=100, help="how many steps (default 100)")
-    parser.add_argument("--rows", type=int, default=16, help="stretches of text per batch (default 16)")
-    parser.add_argument("--length", type=int, default=64, help="letters per stretch (default 64)")
-    parser.add_argument("--sample", type=int, default=120, help="letters to write at the end (default 120)")
     given = parser.parse_args()
     torch.manual_seed(0)
     text = Text()
     model = GPT(len(text.letters))
     mesh = loom.open_mesh(MESH, axes=("dp", "tp"))
     dense, ours = Trainer(copy.deepcopy(model)), Trainer(model, mesh, PLANS[given.plan])
-    for step, batch in enumerate(text.batches(given.steps, given.rows, given.length)):
-        losses = dense.step(*batch), ours.step(*batch)
-        if loom.process().rank == 0 and (step % 10 == 0 or step == given.steps - 1):
-            print(f"step {step:4}  dense {losses[0]:.5f}  {given.plan} {losses[1]:.5f}", flush=True)
+    train_both(dense, ours, text.batches(given.steps, given.rows, given.length), given.steps, given.plan)
     written = text.sample(ours.dense(), "The ", given.sample, given.length)
     if loom.process().rank == 0:
         print(written)

@@ -12,6 +12,7 @@ are compared with the torch model in float32.
 from __future__ import annotations
 
 import argparse
+from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,16 +31,11 @@ EPSILON = 1e-12
 L1 = ttnn.L1_MEMORY_CONFIG
 
 
-@dataclass(frozen=True)
-class Config:
-    """The sizes of a model."""
+SIZES = {"width": 256, "heads": 8, "hidden": 1024, "layers": 3, "vocabulary": 1024, "longest": 128}
 
-    width: int = 256
-    heads: int = 8
-    hidden: int = 1024
-    layers: int = 3
-    vocabulary: int = 1024
-    longest: int = 128
+
+class Config(namedtuple("Config", SIZES, defaults=SIZES.values())):
+    """The sizes of a model."""
 
     @property
     def head(self) -> int:
@@ -177,14 +173,8 @@ def linear(x: Any, parameters: Any, **options: Any) -> Any:
 
 def normalise(x: Any, residual: Any, parameters: Any) -> Any:
     """The norm of a sum, of which nothing else is needed."""
-    found = ttnn.layer_norm(
-        x,
-        residual_input_tensor=residual,
-        weight=parameters.weight,
-        bias=parameters.bias,
-        epsilon=EPSILON,
-        memory_config=L1,
-    )
+    affine = {"weight": parameters.weight, "bias": parameters.bias}
+    found = ttnn.layer_norm(x, residual_input_tensor=residual, **affine, epsilon=EPSILON, memory_config=L1)
     ttnn.deallocate(x)
     ttnn.deallocate(residual)
     return found
@@ -247,7 +237,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.length % 32:
         parser.error(f"--length {options.length} is no multiple of 32")
-    config = Config(longest=max(options.length, Config.longest))
+    config = Config(longest=max(options.length, SIZES["longest"]))
     model = make_model(config)
     with ttnn.create_mesh_device(ttnn.MeshShape(*map(int, options.mesh.split("x")))) as mesh:
         batch = draw_batch(config, options.batch * mesh.get_num_devices(), options.length)

@@ -11,7 +11,7 @@ per layer go along the columns, nothing goes along the rows. The import is all t
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from collections import namedtuple
 from typing import Any
 
 import torch
@@ -23,16 +23,9 @@ from meshloom import ttnn
 EPSILON = 1e-5
 
 
-@dataclass(frozen=True)
-class Config:
-    """The sizes of a layer."""
-
-    width: int = 256
-    heads: int = 16
-    kv_heads: int = 8
-    head: int = 32
-    hidden: int = 512
-    longest: int = 128
+# The sizes of a layer.
+SIZES = {"width": 256, "heads": 16, "kv_heads": 8, "head": 32, "hidden": 512, "longest": 128}
+Config = namedtuple("Config", SIZES, defaults=SIZES.values())
 
 
 class Layer:
@@ -168,9 +161,13 @@ def main() -> None:
     """Read a prompt, then some tokens, and compare with torch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", default="2x4", help="rows x columns of the mesh (default 2x4)")
-    parser.add_argument("--users", type=int, default=8, help="how many sequences (default 8)")
-    parser.add_argument("--prompt", type=int, default=32, help="tokens read at once (default 32)")
-    parser.add_argument("--tokens", type=int, default=4, help="tokens read one by one (default 4)")
+    counts = {
+        "users": (8, "how many sequences"),
+        "prompt": (32, "tokens read at once"),
+        "tokens": (4, "then one by one"),
+    }
+    for name, (count, what) in counts.items():
+        parser.add_argument(f"--{name}", type=int, default=count, help=f"{what} (default {count})")
     options = parser.parse_args()
     layer = Layer(Config())
     x = sequences(layer.config, options.users, options.prompt + options.tokens)

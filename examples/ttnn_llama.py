@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from dataclasses import dataclass
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +30,10 @@ TILE = 32
 PROMPTS = ["A mesh is a grid", "Every device holds", "The block is one array of shape", "Nothing is hidden"]
 
 
-@dataclass(frozen=True)
-class Config:
-    """The sizes of a model; tokens are bytes."""
-
-    width: int = 512
-    heads: int = 16
-    kv_heads: int = 8
-    head: int = 32
-    hidden: int = 1024
-    layers: int = 2
-    vocabulary: int = 256
-    longest: int = 128
-    page: int = 32
+# The sizes of a model; tokens are bytes.
+SIZES = {"width": 512, "heads": 16, "kv_heads": 8, "head": 32, "hidden": 1024, "layers": 2, "vocabulary": 256}
+PAGES = {"longest": 128, "page": 32}
+Config = namedtuple("Config", [*SIZES, *PAGES], defaults=[*SIZES.values(), *PAGES.values()])
 
 
 State = dict[str, torch.Tensor]
@@ -308,10 +299,7 @@ class Attention:
         width = fused.shape[3]
         fused = ttnn.reshape(fused, (1, 1, self.users, width), (1, 1, TILE, width))
         q, k, v = ttnn.experimental.nlp_create_qkv_heads_decode(
-            fused,
-            num_heads=self.heads,
-            num_kv_heads=self.kv_heads,
-            memory_config=ttnn.L1_HEIGHT_SHARDED_MEMORY_CONFIG,
+            fused, num_heads=self.heads, num_kv_heads=self.kv_heads, memory_config=ttnn.L1_HEIGHT_SHARDED_MEMORY_CONFIG
         )
         ttnn.deallocate(fused)
         q, k = (ttnn.experimental.rotary_embedding_llama(each, *rotation, is_decode_mode=True) for each in (q, k))

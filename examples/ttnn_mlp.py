@@ -108,9 +108,9 @@ def main() -> None:
     """Run all four on one mesh and compare them with torch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", type=shape, default="2x4", help="rows x columns of the mesh (default 2x4)")
-    parser.add_argument("--batch", type=int, default=64, help="rows of the input (default 64)")
-    parser.add_argument("--width", type=int, default=256, help="columns of the input (default 256)")
-    parser.add_argument("--hidden", type=int, default=1024, help="the hidden dim (default 1024)")
+    sizes = {"batch": (64, "rows of the input"), "width": (256, "columns of the input"), "hidden": (1024, "hidden dim")}
+    for name, (size, what) in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=size, help=f"{what} (default {size})")
     options = parser.parse_args()
     weights = Weights.draw(options.width, options.hidden, torch.bfloat16)
     x = torch.randn(options.batch, options.width, generator=torch.Generator().manual_seed(1)).bfloat16()

@@ -13,7 +13,7 @@ float32.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from collections import namedtuple
 from typing import Any
 
 import torch
@@ -24,14 +24,9 @@ from meshloom import ttnn
 TILE = 32
 
 
-@dataclass(frozen=True)
-class Config:
-    """The sizes of a block."""
-
-    width: int = 128
-    hidden: int = 128
-    experts: int = 64
-    chosen: int = 4
+# The sizes of a block.
+SIZES = {"width": 128, "hidden": 128, "experts": 64, "chosen": 4}
+Config = namedtuple("Config", SIZES, defaults=SIZES.values())
 
 
 class Block:
@@ -150,26 +145,17 @@ class Experts:
         gated = ttnn.multiply(ttnn.silu(gate), up)
         gated = ttnn.reshape(gated, (runs, own, TILE, self.config.hidden))
         made = ttnn.sparse_matmul(
-            gated,
-            self.down,
-            sparsity=chosen,
-            is_input_a_sparse=True,
-            program_config=self.program(width),
+            gated, self.down, sparsity=chosen, is_input_a_sparse=True, program_config=self.program(width)
         )  # [runs, e, 32, width]
         made = ttnn.to_layout(ttnn.permute(made, (1, 0, 2, 3)), ttnn.ROW_MAJOR_LAYOUT)
         return ttnn.reshape(made, (own, count, 1, width))
 
     def program(self, width: int) -> Any:
         """One row of tiles on as many cores as the width has tiles."""
+        ones = "in0_block_w out_subblock_h out_subblock_w out_block_h out_block_w per_core_M per_core_N"
         return ttnn.MatmulMultiCoreReuseMultiCast1DProgramConfig(
             compute_with_storage_grid_size=ttnn.CoreCoord(width // TILE, 1),
-            in0_block_w=1,
-            out_subblock_h=1,
-            out_subblock_w=1,
-            out_block_h=1,
-            out_block_w=1,
-            per_core_M=1,
-            per_core_N=1,
+            **dict.fromkeys(ones.split(), 1),
             fuse_batch=False,
             fused_activation=None,
             mcast_in0=True,
@@ -182,11 +168,6 @@ class Experts:
         mine = ttnn.sum(ttnn.multiply(slots, weights), dim=0, keepdim=True)
         scattered = ttnn.reduce_scatter(mine, dim=3, cluster_axis=1)
         return ttnn.all_gather(scattered, dim=3, cluster_axis=1)
-
-
-def correlation(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Pearson's coefficient."""
-    return float(torch.corrcoef(torch.stack([found.float().flatten(), expected.float().flatten()]))[0, 1])
 
 
 def main() -> None:
@@ -205,7 +186,8 @@ def main() -> None:
             found = Experts(block, mesh, options.tokens // mesh.shape[0])(tokens)
             each = options.experts // mesh.get_num_devices()
             print(f"{mesh}, {each} experts on each device")
-            print(f"{len(tokens)} tokens, PCC {correlation(found, block.reference(tokens)):.6f}")
+            both = torch.stack([found.float().flatten(), block.reference(tokens).flatten()])
+            print(f"{len(tokens)} tokens, PCC {torch.corrcoef(both)[0, 1]:.6f}")
     finally:
         ttnn.set_fabric_config(ttnn.FabricConfig.DISABLED)
 

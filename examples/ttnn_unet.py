@@ -109,7 +109,8 @@ class Convolution:
     """A convolution that keeps its weights on the devices after its first run: a trace cannot bring them there."""
 
     def __init__(self, parameters: Any, sizes: tuple[int, int, int, int], layout: Any = HEIGHT, **how: Any) -> None:
-        self.weight, self.bias, self.sizes = parameters.weight, parameters.bias, sizes
+        self.weight, self.bias = parameters.weight, parameters.bias
+        self.sizes = dict(zip(("batch_size", "input_height", "input_width", "in_channels"), sizes, strict=True))
         self.op = how.pop("op", ttnn.conv2d)
         self.out_channels = self.weight.shape[1 if self.op is ttnn.conv_transpose2d else 0]
         relu = ttnn.UnaryWithParam(ttnn.UnaryOpType.RELU) if how.pop("relu", True) else None
@@ -120,26 +121,21 @@ class Convolution:
             reshard_if_not_optimal=True,
             deallocate_activation=True,
         )
-        self.how = {"kernel_size": (3, 3), "stride": (1, 1), "padding": (1, 1), **how}
+        self.how = {"kernel_size": (3, 3), "stride": (1, 1), "padding": (1, 1), "dtype": ttnn.bfloat16, **how}
         if self.op is ttnn.conv2d:
             self.how["slice_config"] = ttnn.Conv2dL1FullSliceConfig  # at once, in L1, also if the input is in DRAM
 
     def __call__(self, x: Any, device: Any) -> Any:
-        batch, height, width, channels = self.sizes
         x, (self.weight, self.bias) = self.op(
             input_tensor=x,
             weight_tensor=self.weight,
             bias_tensor=self.bias,
             device=device,
-            in_channels=channels,
+            **self.sizes,
             out_channels=self.out_channels,
-            batch_size=batch,
-            input_height=height,
-            input_width=width,
-            conv_config=self.config,
-            dtype=ttnn.bfloat16,
-            return_weights_and_bias=True,
             **self.how,
+            conv_config=self.config,
+            return_weights_and_bias=True,
         )
         return x
 

@@ -59,6 +59,20 @@ class Scenarios:
     def gather(self, x):
         x.redistribute("R")  # @late
 
+    def begun(self):
+        """Rows, after a first step together."""
+        x = self.rows(self.opened())
+        self.step(x)
+        return x
+
+    def misbehave(self, act):
+        """The bad rank does something between two steps of all."""
+        x = self.begun()
+        if IS_BAD:
+            fault()
+            act()
+        self.step(x)
+
     def kill_before(self):
         x = self.rows(self.opened())
         if IS_BAD:
@@ -66,8 +80,7 @@ class Scenarios:
         self.step(x)
 
     def kill_in(self):
-        x = self.rows(self.opened())
-        self.step(x)
+        x = self.begun()
         if IS_BAD:
             threading.Timer(1.5, die).start()
         else:
@@ -75,8 +88,7 @@ class Scenarios:
         self.step(x)
 
     def kill_after(self):
-        x = self.rows(self.opened())
-        self.step(x)
+        x = self.begun()
         if IS_BAD:
             time.sleep(1)  # what it did is known by then
             die()
@@ -84,12 +96,10 @@ class Scenarios:
             self.step(x)
 
     def raises(self):
-        x = self.rows(self.opened())
-        self.step(x)
-        if IS_BAD:
-            fault()
+        def broken():
             raise ValueError("the data of this rank is broken")  # @raise
-        self.step(x)
+
+        self.misbehave(broken)
 
     def raises_in_backward(self):
         x = self.rows(self.opened()).requires_grad_()
@@ -181,34 +191,18 @@ class Scenarios:
             self.gather(big)
 
     def sleep(self):
-        x = self.rows(self.opened())
-        self.step(x)
-        if IS_BAD:
-            fault()
-            time.sleep(600)  # @sleep
-        self.step(x)
+        self.misbehave(lambda: time.sleep(600))  # @sleep
 
     def stuck_in_c(self):
         """A call into C that signals do not interrupt."""
-        x = self.rows(self.opened())
-        self.step(x)
-        if IS_BAD:
-            fault()
-            lock = torch.futures.Future()
-            lock.wait()  # @stuck
-        self.step(x)
+        lock = torch.futures.Future()
+        self.misbehave(lambda: lock.wait())  # @stuck
 
     def early(self):
-        x = self.rows(self.opened())
-        self.step(x)
-        if IS_BAD:
-            fault()
-            sys.exit(0)
-        self.step(x)
+        self.misbehave(lambda: sys.exit(0))
 
     def catches(self):
-        x = self.rows(self.opened())
-        self.step(x)
+        x = self.begun()
         if IS_BAD:
             fault()
             time.sleep(600)
@@ -231,8 +225,7 @@ class Scenarios:
         loom.open_mesh((COUNT,))  # @never
 
     def goes_on(self):
-        x = self.rows(self.opened())
-        self.step(x)
+        x = self.begun()
         print("READY", flush=True)
         while True:  # @loop
             self.step(x)  # @next
@@ -247,8 +240,7 @@ class Scenarios:
         print("END")
 
     def raises_later(self):
-        x = self.rows(self.opened())
-        self.step(x)
+        self.begun()
         print("READY", flush=True)
         while not may_end():
             pass
@@ -256,8 +248,7 @@ class Scenarios:
 
     def goes_on_but_one(self):
         """All communicate, but one has long work of its own."""
-        x = self.rows(self.opened())
-        self.step(x)
+        x = self.begun()
         print("READY", flush=True)
         while IS_BAD:
             time.sleep(0.01)  # @busy

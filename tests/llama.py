@@ -6,8 +6,11 @@ the arrays that autograd keeps. They know nothing of how a dry run works.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +18,10 @@ from torch import nn
 
 import meshloom as loom
 from meshloom import Shard
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+
+from plan_models import Gated
 
 
 @dataclass(frozen=True)
@@ -74,27 +81,13 @@ def turn(x):
     return torch.cat([-right, left], -1)
 
 
-class FeedForward(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.gate = nn.Linear(sizes.width, sizes.hidden, bias=False)
-        self.up = nn.Linear(sizes.width, sizes.hidden, bias=False)
-        self.down = nn.Linear(sizes.hidden, sizes.width, bias=False)
-
-    def forward(self, x):
-        """(..., width) to the same."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
 class Layer(nn.Module):
     """Attention and feed-forward, each after a norm and added to its input."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.first, self.second = nn.RMSNorm(sizes.width, eps=1e-6), nn.RMSNorm(sizes.width, eps=1e-6)
-        self.attention, self.feed = Attention(sizes), FeedForward(sizes)
+        self.attention, self.feed = Attention(sizes), Gated(sizes)
 
     def forward(self, x, cos, sin):
         """(batch, length, width) to the same."""
@@ -130,7 +123,7 @@ def angles(length: int, features: int, dtype: torch.dtype) -> tuple[torch.Tensor
 
 
 # Megatron's plan: columns, then rows; the vocabulary is split too
-PLACED = {"query": 0, "key": 0, "value": 0, "gate": 0, "up": 0, "scores": 0, "out": 1, "down": 1}
+PLACED = {"query": 0, "key": 0, "value": 0, "gate_proj": 0, "up_proj": 0, "scores": 0, "out": 1, "down_proj": 1}
 
 
 def place(model: nn.Module, mesh: loom.Mesh, placed: dict[str, int], axis: str = "tp") -> nn.Module:
@@ -152,16 +145,19 @@ def make_step(sizes: Sizes, device: str = "meta", dtype: torch.dtype = torch.bfl
     whole = torch.arange(sizes.dp * sizes.tokens).reshape(-1, sizes.length) % sizes.vocabulary
     tokens = loom.distribute(whole, mesh, {"dp": Shard(0)})
 
-    def step() -> None:
-        scores = model(tokens)
-        loss = F.cross_entropy(scores.flatten(0, 1), tokens.flatten())
-        del scores
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = partial(train, model, optimizer, tokens)
     step.model, step.optimizer = model, optimizer
     return step
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
+    """A step of training on tokens, with these as labels."""
+    scores = model(tokens)
+    loss = F.cross_entropy(scores.flatten(0, 1), tokens.flatten())
+    del scores
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def parameters_per_device(sizes: Sizes) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import wraps
 from random import Random
 
 import torch
@@ -120,6 +121,22 @@ def has_dims(tensor: torch.Tensor) -> bool:
     return tensor.ndim > 0
 
 
+def of_one(
+    fits: Callable[[torch.Tensor], bool] = lambda _: True, find: Callable[..., str | None] = Drawing.find
+) -> Callable[[Callable[..., str | None]], Callable[[Drawing], str | None]]:
+    """A kind of line that begins with one tensor that fits: it gets the tensor's name and value."""
+
+    def decorate(line: Callable[..., str | None]) -> Callable[[Drawing], str | None]:
+        @wraps(line)
+        def draw(d: Drawing) -> str | None:
+            name = find(d, fits)
+            return None if name is None else line(d, name, d.value(name))
+
+        return draw
+
+    return decorate
+
+
 def leaf(d: Drawing) -> str:
     ndim = d.pick((0, 1, 1, 2, 2, 2, 2, 3))
     shape = tuple(d.pick(d.sizes) if d.chance(0.9) else 1 for _ in range(ndim))
@@ -133,21 +150,17 @@ def leaf(d: Drawing) -> str:
 # Pointwise.
 
 
-def unary(d: Drawing) -> str | None:
-    name = d.find(is_number)
-    if name is None:
-        return None
+@of_one(is_number)
+def unary(d: Drawing, name: str, value: torch.Tensor) -> str | None:
     floats = "neg abs relu tanh sigmoid square sin cos exp clone sgn"
-    function = d.pick((floats if is_float(d.value(name)) else "neg abs square clone sgn").split())
-    if function in ("exp", "square") and size_of(d.value(name)) > 8:
+    function = d.pick((floats if is_float(value) else "neg abs square clone sgn").split())
+    if function in ("exp", "square") and size_of(value) > 8:
         return None
     return f"{d.new()} = {d.pick((f'{name}.{function}()', f'torch.{function}({name})'))}"
 
 
-def number(d: Drawing) -> str | None:
-    name = d.find(is_number)
-    if name is None:
-        return None
+@of_one(is_number)
+def number(d: Drawing, name: str, value: torch.Tensor) -> str | None:
     floats = (
         "{} * 0.5",
         "{} / 4",
@@ -159,8 +172,8 @@ def number(d: Drawing) -> str | None:
         "1 - {}",
     )
     integers = ("{} * 2", "{} + 1", "3 - {}", "{} // 2", "{} % 3", "{}.clamp(-1, 1)", "{} / 2", "{} * 0.5")
-    form = d.pick(floats if is_float(d.value(name)) else integers)
-    return None if "**" in form and size_of(d.value(name)) > 50 else f"{d.new()} = {form.format(name)}"
+    form = d.pick(floats if is_float(value) else integers)
+    return None if "**" in form and size_of(value) > 50 else f"{d.new()} = {form.format(name)}"
 
 
 def broadcasts(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -194,11 +207,9 @@ def binary(d: Drawing) -> str | None:
     return f"{d.new()} = {d.pick(functions).format(name, other)}"
 
 
-def compare(d: Drawing) -> str | None:
-    name = d.find(is_number)
-    if name is None:
-        return None
-    bound = "0.3" if is_float(d.value(name)) else "0"
+@of_one(is_number)
+def compare(d: Drawing, name: str, value: torch.Tensor) -> str | None:
+    bound = "0.3" if is_float(value) else "0"
     return f"{d.new()} = {name} {d.pick(('>', '<', '>=', '<='))} {bound}"
 
 
@@ -229,11 +240,8 @@ def cast(d: Drawing) -> str | None:
 # Contractions and reductions.
 
 
-def matmul(d: Drawing) -> str | None:
-    name = d.find(lambda value: is_float(value) and value.ndim >= 1 and size_of(value) < 50)
-    if name is None:
-        return None
-    value = d.value(name)
+@of_one(lambda value: is_float(value) and value.ndim >= 1 and size_of(value) < 50)
+def matmul(d: Drawing, name: str, value: torch.Tensor) -> str | None:
 
     def fits(other: torch.Tensor) -> bool:
         inner = other.ndim and other.shape[-2 if other.ndim > 1 else 0] == value.shape[-1]
@@ -250,11 +258,8 @@ def matmul(d: Drawing) -> str | None:
     return f"{d.new()} = {d.pick((f'{name} @ {name}.mT', f'{name}.mT @ {name}', name + '.matmul(' + name + '.mT)'))}"
 
 
-def reduce(d: Drawing) -> str | None:
-    name = d.find(is_float)
-    if name is None:
-        return None
-    value = d.value(name)
+@of_one(is_float)
+def reduce(d: Drawing, name: str, value: torch.Tensor) -> str | None:
     small = size_of(value) < 4 and value.numel() < 30
     functions = "sum mean amax amin logsumexp" + " prod" * small
     if not value.ndim:
@@ -270,12 +275,10 @@ def reduce(d: Drawing) -> str | None:
     return f"{d.new()} = {name}.{d.pick(functions.split())}({dim}{keep})"
 
 
-def along(d: Drawing) -> str | None:
-    name = d.find(lambda value: is_float(value) and value.ndim > 0)
-    if name is None:
-        return None
-    dim = d.random.randrange(-d.value(name).ndim, d.value(name).ndim)
-    last = f"F.layer_norm({name}, ({d.value(name).shape[-1]},))"
+@of_one(lambda value: is_float(value) and value.ndim > 0)
+def along(d: Drawing, name: str, value: torch.Tensor) -> str | None:
+    dim = d.random.randrange(-value.ndim, value.ndim)
+    last = f"F.layer_norm({name}, ({value.shape[-1]},))"
     forms = (
         f"{name}.cumsum({dim})",
         f"{name}.softmax({dim})",
@@ -290,14 +293,11 @@ def along(d: Drawing) -> str | None:
         f"torch.cumsum({name}, {dim})",
     )
     form = d.pick(forms)
-    return None if not d.value(name).shape[dim] and "cumsum" not in form else f"{d.new()} = {form}"
+    return None if not value.shape[dim] and "cumsum" not in form else f"{d.new()} = {form}"
 
 
-def integers(d: Drawing) -> str | None:
-    name = d.find(lambda value: not is_float(value))
-    if name is None:
-        return None
-    value = d.value(name)
+@of_one(lambda value: not is_float(value))
+def integers(d: Drawing, name: str, value: torch.Tensor) -> str | None:
     if not value.numel() or not value.ndim:
         return f"{d.new()} = {name}.sum()"
     dim = d.random.randrange(value.ndim)
@@ -313,21 +313,15 @@ def integers(d: Drawing) -> str | None:
     return f"{d.new()} = {d.pick(forms)}"
 
 
-def join(d: Drawing) -> str | None:
-    name = d.find(has_dims)
-    if name is None:
-        return None
-    value = d.value(name)
+@of_one(has_dims)
+def join(d: Drawing, name: str, value: torch.Tensor) -> str | None:
     other = d.find(lambda each: each.shape == value.shape)
     dim = d.random.randrange(-value.ndim, value.ndim)
     return f"{d.new()} = torch.{d.pick(('cat', 'stack'))}([{name}, {other}], {dim})"
 
 
-def look_up(d: Drawing) -> str | None:
-    name = d.find(lambda value: value.ndim > 0 and value.numel() > 0)
-    if name is None:
-        return None
-    value = d.value(name)
+@of_one(lambda value: value.ndim > 0 and value.numel() > 0)
+def look_up(d: Drawing, name: str, value: torch.Tensor) -> str | None:
     dim = d.random.randrange(value.ndim)
     rows = [d.random.randrange(value.shape[dim]) for _ in range(d.pick((1, 2, 3)))]
     forms = [
@@ -370,11 +364,8 @@ def shapes_of(count: int) -> list[tuple[int, ...]]:
     return [(count,), (-1,), *pairs] if count else pairs
 
 
-def view(d: Drawing) -> str | None:
-    name = d.find()
-    if name is None:
-        return None
-    value = d.value(name)
+@of_one()
+def view(d: Drawing, name: str, value: torch.Tensor) -> str | None:
     function = d.pick(("view", "view", "reshape"))
     if not value.is_contiguous():  # torch copies or refuses, by strides that a mesh does not have
         function = "clone().reshape"
@@ -382,11 +373,8 @@ def view(d: Drawing) -> str | None:
     return f"{d.new()} = {name}.{function}({', '.join(map(str, shape))})"
 
 
-def turn(d: Drawing) -> str | None:
-    name = d.find(has_dims)
-    if name is None:
-        return None
-    value = d.value(name)
+@of_one(has_dims)
+def turn(d: Drawing, name: str, value: torch.Tensor) -> str | None:
     n = value.ndim
     dims = list(range(n))
     a, b = d.random.randrange(-n, n), d.random.randrange(n)
@@ -407,20 +395,15 @@ def turn(d: Drawing) -> str | None:
     return f"{d.new()} = {name}.{d.pick(forms)}"
 
 
-def expand(d: Drawing) -> str | None:
-    name = d.find(lambda value: value.numel() < 60 and value.ndim < 3)
-    if name is None:
-        return None
-    shape = [d.pick((2, 3)) if size == 1 and d.chance(0.6) else size for size in d.value(name).shape]
+@of_one(lambda value: value.numel() < 60 and value.ndim < 3)
+def expand(d: Drawing, name: str, value: torch.Tensor) -> str | None:
+    shape = [d.pick((2, 3)) if size == 1 and d.chance(0.6) else size for size in value.shape]
     shape = [d.pick((1, 2, 3)), *shape] if d.chance(0.5) else shape
     return f"{d.new()} = {name}.expand({tuple(shape)})"
 
 
-def cut(d: Drawing) -> str | None:
-    name = d.find(lambda value: value.ndim > 0 and value.numel() > 0)
-    if name is None:
-        return None
-    value = d.value(name)
+@of_one(lambda value: value.ndim > 0 and value.numel() > 0)
+def cut(d: Drawing, name: str, value: torch.Tensor) -> str | None:
     dim = d.random.randrange(value.ndim)
     size = value.shape[dim]
     start = d.random.randrange(size)
@@ -435,11 +418,9 @@ def cut(d: Drawing) -> str | None:
     return f"{', '.join(d.new() for _ in parts)}{',' * (len(parts) == 1)} = {name}.{form}"
 
 
-def retype(d: Drawing) -> str | None:
-    name = d.find(lambda value: value.dtype in (torch.float64, torch.int64, torch.float32) and not value.requires_grad)
-    if name is None:
-        return None
-    held = d.value(name).dtype
+@of_one(lambda value: value.dtype in (torch.float64, torch.int64, torch.float32) and not value.requires_grad)
+def retype(d: Drawing, name: str, value: torch.Tensor) -> str | None:
+    held = value.dtype
     wanted = {torch.float64: "int64", torch.int64: "float64", torch.float32: "int32"}[held]
     return f"{d.new()} = {name}.view(torch.{wanted})"
 
@@ -451,11 +432,8 @@ def target(d: Drawing, fits: Callable[[torch.Tensor], bool] = lambda _: True) ->
     return d.find(lambda value: fits(value) and not (is_expanded(value) and d.chance(0.9)))
 
 
-def write_number(d: Drawing) -> str | None:
-    name = target(d, is_number)
-    if name is None:
-        return None
-    value = d.value(name)
+@of_one(is_number, find=target)
+def write_number(d: Drawing, name: str, value: torch.Tensor) -> str | None:
     calm = size_of(value) < 100
     floats = [
         "add_(0.5)",
@@ -517,11 +495,8 @@ def write_tensor(d: Drawing) -> str | None:
     return f"{name}.{d.pick(forms).format(other)}"
 
 
-def write_item(d: Drawing) -> str | None:
-    name = target(d)
-    if name is None:
-        return None
-    value = d.value(name)
+@of_one(find=target)
+def write_item(d: Drawing, name: str, value: torch.Tensor) -> str | None:
     where = index_of(d, value.shape)
     taken = eval(f"value[{where}]")
     other = None if d.chance(0.4) or not is_number(value) else source(d, name, taken.shape)
@@ -546,11 +521,8 @@ def write_mask(d: Drawing) -> str | None:
     return d.pick(forms)
 
 
-def write_rows(d: Drawing) -> str | None:
-    name = target(d, lambda value: value.ndim > 0 and value.numel() > 0 and is_number(value))
-    if name is None:
-        return None
-    value = d.value(name)
+@of_one(lambda value: value.ndim > 0 and value.numel() > 0 and is_number(value), find=target)
+def write_rows(d: Drawing, name: str, value: torch.Tensor) -> str | None:
     dim = d.random.randrange(value.ndim)
     rows = d.random.sample(range(value.shape[dim]), min(value.shape[dim], d.pick((1, 2))))
     shape = tuple(len(rows) if each == dim else size for each, size in enumerate(value.shape))
@@ -621,12 +593,9 @@ def request(d: Drawing) -> str | None:
     return f'{d.new()} = call("{function}", {text}, output="{asked}")'
 
 
-def refuse(d: Drawing) -> str | None:
+@of_one(has_dims)
+def refuse(d: Drawing, name: str, value: torch.Tensor) -> str | None:
     """What torch refuses: shapes that do not fit, dims and indices that are not there, dtypes that are not held."""
-    name = d.find(has_dims)
-    if name is None:
-        return None
-    value = d.value(name)
     n, new = value.ndim, d.new()
     forms = [
         f"{new} = {name}[{value.shape[0]}]",

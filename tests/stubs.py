@@ -24,6 +24,7 @@ from meshloom import _LAZY, _OPS
 
 ROOT = Path(__file__).resolve().parents[1]
 STUB = ROOT / "src" / "meshloom" / "__init__.pyi"
+CREATION = ROOT / "src" / "meshloom" / "tensor" / "creation.py"
 TORCH = Path(torch.__file__).parent
 
 VERSION = torch.__version__.partition("+")[0]
@@ -261,13 +262,29 @@ def own_lines() -> Iterator[str]:
         found = getattr(loom, name)
         source = _source_of(found) if inspect.isfunction(inspect.unwrap(found)) else None
         if source is not None and source.returns is not None and ast.unparse(source.returns) == "Tensor":
-            yield written(source)
+            yield written(_with_options(source))
         else:
             yield f"from {_LAZY[name]} import {name} as {name}"
     for name in sorted(set(loom.__all__) - {*_LAZY, *_OPS}):
         found = getattr(loom, name)
         if not inspect.ismodule(found):
             yield f"from {_home_of(name)} import {name} as {name}"
+
+
+def _with_options(function: Function) -> Function:
+    """A function that makes tensors, with the options that all of them take by name; `_like` takes more of torch's."""
+    if function.args.kwarg is None or function.args.kwarg.arg != "options":
+        return function
+    made = copy.deepcopy(function)
+    named = {each.arg for each in (*made.args.args, *made.args.kwonlyargs)}
+    (options,) = (each for each in parsed(CREATION).body if isinstance(each, ast.ClassDef) and each.name == "Options")
+    for field in options.body:
+        if isinstance(field, ast.AnnAssign) and ast.unparse(field.target) not in named:
+            made.args.kwonlyargs.append(ast.arg(ast.unparse(field.target), field.annotation))
+            made.args.kw_defaults.append(field.value)
+    if not made.name.endswith("_like"):
+        made.args.kwarg = None
+    return made
 
 
 def _home_of(name: str) -> str:

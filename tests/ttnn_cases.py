@@ -10,18 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 
 from meshloom import ttnn
 from meshloom.ttnn.device.system import OPEN
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import Placement, TensorTopology
-
-GRIDS = [(1,), (4,), (1, 2), (2, 3), (2, 1, 2)]
-DTYPES = [ttnn.float32, ttnn.bfloat16]
-R, S, P = ttnn.PlacementReplicate(), ttnn.PlacementShard, ttnn.PlacementPartial
-Place = Grid = tuple[int, ...]
-
+from ttnn_draws import Place
 
 _meshes: dict[Place, Any] = {}
 
@@ -154,41 +148,6 @@ def _cut(part: torch.Tensor, size: int, placement: Placement, generator: torch.G
         return [part] * size
     terms = [torch.randn(part.shape, generator=generator) for _ in range(size - 1)]
     return [*terms, part - sum(terms)] if terms else [part]
-
-
-@st.composite
-def grids(draw: Any) -> Place:
-    return draw(st.sampled_from(GRIDS))
-
-
-@st.composite
-def blocks(draw: Any, grid: Place, shape: Sequence[int], low: float = -2.0, high: float = 2.0) -> torch.Tensor:
-    """What all devices hold: along some axes of the mesh, the same."""
-    lead = [1 if draw(st.booleans()) else size for size in grid]
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
-    return torch.rand((*lead, *shape), generator=generator) * (high - low) + low
-
-
-@st.composite
-def shapes(draw: Any, least: int = 1, most: int = 4, sizes: Sequence[int] = (0, 1, 2, 5, 33)) -> tuple[int, ...]:
-    """Uneven tiles, size 1, nothing at all."""
-    return tuple(draw(st.lists(st.sampled_from(sizes), min_size=least, max_size=most)))
-
-
-@st.composite
-def cuts(draw: Any, grid: Place, shape: Sequence[int], terms: bool = True) -> list[Placement]:
-    """What each axis of the mesh does to a whole: a dim it divides is cut, or all hold the same, or terms of a sum."""
-    sizes, found = list(shape), []
-    for size in grid:
-        ways: list[Placement] = [ttnn.PlacementReplicate()]
-        ways += [ttnn.PlacementShard(dim) for dim, each in enumerate(sizes) if each % size == 0 and each]
-        if terms:
-            ways.append(ttnn.PlacementPartial("sum"))
-        way = draw(st.sampled_from(ways))
-        if isinstance(way, ttnn.PlacementShard):
-            sizes[way.dim] //= size
-        found.append(way)
-    return found
 
 
 def check_claim(found: Tensor, whole: torch.Tensor, rtol: float = 1e-4, atol: float = 1e-4) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshloom import ttnn
+from ttnn_parts import convolve
 
 CHANNELS, CLASSES = 3, 10
 
@@ -71,19 +72,9 @@ def create_model(configs: Configs, mesh_device: Any) -> Callable[[Any], Any]:
     parameters, batch = configs.parameters, configs.batch
 
     def convolved(x: Any, layer: Any, before: int, after: int, height: int, width: int) -> Any:
-        found = ttnn.conv2d(
-            input_tensor=x,
-            weight_tensor=layer.weight,
-            bias_tensor=layer.bias,
-            device=mesh_device,
-            in_channels=before,
-            out_channels=after,
-            batch_size=batch,
-            input_height=height,
-            input_width=width,
-            kernel_size=(3, 3),
-            padding=(1, 1),
-        )
+        sizes = {"batch_size": batch, "input_height": height, "input_width": width, "kernel_size": (3, 3)}
+        channels, how = (before, after), {"bias_tensor": layer.bias, "padding": (1, 1)}
+        found = convolve(ttnn.conv2d, mesh_device, x, layer.weight, channels, **sizes, **how)
         return ttnn.relu(found)
 
     def model(x: Any) -> Any:

@@ -1,8 +1,9 @@
-"""Meshes for tests of the per-device view, opened once for each shape and closed at the end of a module."""
+"""Meshes for tests of the per-device view, opened for a while, or once for each shape until the end of a module."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 
@@ -24,3 +25,13 @@ def open_mesh() -> Iterator[Opener]:
     yield of
     for mesh in opened.values():
         ttnn.close_mesh_device(mesh)
+
+
+@contextmanager
+def mesh_of(grid: Sequence[int]) -> Iterator[ttnn.MeshDevice]:
+    """An open mesh of a shape, closed at the end."""
+    device = ttnn.open_mesh_device(ttnn.MeshShape(*grid))
+    try:
+        yield device
+    finally:
+        ttnn.close_mesh_device(device)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from meshloom import ttnn
-from ttnn_cases import P, R, S, check_parts, composed, distributed, each_device, label, mesh, tensor_of
+from ttnn_cases import check_parts, composed, distributed, each_device, label, mesh, tensor_of
+from ttnn_draws import P, R, S
 
 GRIDS = [(1, 1), (2, 2)]
 DTYPES = [ttnn.float32, ttnn.bfloat16]

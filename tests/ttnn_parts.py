@@ -4,32 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 
 from meshloom import ttnn
 from meshloom.ttnn.tensor.formats import rounded
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import TensorTopology
-
-R, S, P = ttnn.PlacementReplicate(), ttnn.PlacementShard, ttnn.PlacementPartial
-GRIDS = [(1, 1), (1, 4), (2, 2), (2, 1), (3, 2), (2, 1, 2)]
+from ttnn_draws import P, R
 
 
 class NoWhole(Exception):
     """A label that says that the global tensor cannot be reconstructed."""
-
-
-@contextmanager
-def mesh_of(grid: Sequence[int]) -> Iterator[ttnn.MeshDevice]:
-    device = ttnn.open_mesh_device(ttnn.MeshShape(*grid))
-    try:
-        yield device
-    finally:
-        ttnn.close_mesh_device(device)
 
 
 def places(grid: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -135,27 +122,8 @@ def check_whole(found: Tensor, expected: torch.Tensor, close: float = 0.0) -> No
     torch.testing.assert_close(have.double(), expected.double(), atol=close, rtol=close)
 
 
-# what Hypothesis draws
-
-grids = st.sampled_from(GRIDS)
-
-
-@st.composite
-def alike_for(draw: Any, grid: Sequence[int]) -> list[bool]:
-    """Along which axes all devices hold the same."""
-    return [draw(st.booleans()) for _ in grid]
-
-
-@st.composite
-def placements_for(draw: Any, grid: Sequence[int], dims: Sequence[int], terms: bool = True) -> list[Any]:
-    """A placement for every axis, cutting some of the dims; a dim may be cut by several axes."""
-    options = [R, *(S(dim) for dim in dims), *([P("sum")] if terms else [])]
-    return [draw(st.sampled_from(options)) if size > 1 else R for size in grid]
-
-
-def cuts_of(grid: Sequence[int], placements: Sequence[Any], dim: int) -> int:
-    """Into how many pieces a dim is cut."""
-    count = 1
-    for size, placement in zip(grid, placements, strict=True):
-        count *= size if placement == S(dim) else 1
-    return count
+def convolve(op: Any, mesh: Any, x: Any, weights: Any, channels: tuple[int, int], **how: Any) -> Any:
+    """What a convolution makes of pictures, or lines, on a mesh: from so many channels to so many."""
+    before, after = channels
+    operands = {"input_tensor": x, "weight_tensor": weights, "device": mesh}
+    return op(**operands, in_channels=before, out_channels=after, **how)

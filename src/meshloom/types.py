@@ -78,6 +78,21 @@ def is_floating(short: str) -> bool:
     return short[0] in "fc" or short.startswith("bf")
 
 
+def spell_numbers(numbers: Iterable[int]) -> str:
+    """Ascending numbers in short, such as ranks or layers.
+
+    >>> spell_numbers([3]), spell_numbers([0, 2, 3, 7])
+    ('3', '0,2-3,7')
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
 def numel(shape: Iterable[int]) -> int:
     """The number of elements of a shape; a 0-d shape has one."""
     return math.prod(shape)

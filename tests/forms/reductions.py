@@ -122,20 +122,12 @@ def indexed_scan_form(call: Call, row: Row, held: list[list[torch.Tensor]], net:
 
 
 REDUCTIONS: dict[str, Form] = {
-    "var": var_form,
-    "std": var_form,
+    **dict.fromkeys(("var", "std"), var_form),
     "nanmean": nanmean_form,
     "logsumexp": logsumexp_form,
     "linalg_vector_norm": norm_form,
-    "amax": extreme_form,
-    "amin": extreme_form,
-    "cumsum": scan_form,
-    "cumprod": scan_form,
-    "logcumsumexp": scan_form,
-    "cummax": indexed_scan_form,
-    "cummin": indexed_scan_form,
-    "argmax": index_form,
-    "argmin": index_form,
-    "max_dim": index_form,
-    "min_dim": index_form,
+    **dict.fromkeys(("amax", "amin"), extreme_form),
+    **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp"), scan_form),
+    **dict.fromkeys(("cummax", "cummin"), indexed_scan_form),
+    **dict.fromkeys(("argmax", "argmin", "max_dim", "min_dim"), index_form),
 }

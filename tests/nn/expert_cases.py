@@ -52,26 +52,25 @@ ROUTINGS: dict[str, Index] = {
 class Layout:
     """A mesh, and where tokens, the weights of the wide side and those of the narrow side lie."""
 
-    shape: tuple[int, ...]
-    axes: tuple[str, ...]
+    mesh: loom.Mesh
     tokens: str
     up: str
     down: str
 
     def open(self, processes: tuple[int, ...] | None = None) -> loom.Mesh:
-        return loom.open_mesh(self.shape, axes=self.axes, processes=processes)
+        return loom.open_mesh(self.mesh.shape, axes=self.mesh.axes, processes=processes)
 
 
 LAYOUTS = {
-    "ep4": Layout((4,), ("ep",), "S(0)", "S(0)", "S(0)"),
-    "ep8": Layout((8,), ("ep",), "S(0)", "S(0)", "S(0)"),
-    "dp2 ep4": Layout((2, 4), ("dp", "ep"), "S(0), S(0)", "R, S(0)", "R, S(0)"),
-    "ep4 dp2": Layout((4, 2), ("ep", "dp"), "S(0), S(0)", "S(0), R", "S(0), R"),
-    "dp2 tp4": Layout((2, 4), ("dp", "tp"), "S(0), R", "R, S(0)", "R, S(0)"),
-    "dp2 ep2 tp2": Layout((2, 2, 2), ("dp", "ep", "tp"), "S(0), S(0), R", "R, S(0), S(0)", "R, S(0), S(0)"),
-    "columns": Layout((2, 2, 2), ("dp", "ep", "tp"), "S(0), S(0), R", "R, S(0), S(2)", "R, S(0), S(1)"),
-    "width": Layout((2, 2), ("dp", "ep"), "R, S(1)", "R, S(0)", "R, S(0)"),
-    "nowhere": Layout((2, 2), ("dp", "tp"), "S(0), R", "R, R", "R, R"),
+    "ep4": Layout(loom.Mesh(ep=4), "S(0)", "S(0)", "S(0)"),
+    "ep8": Layout(loom.Mesh(ep=8), "S(0)", "S(0)", "S(0)"),
+    "dp2 ep4": Layout(loom.Mesh(dp=2, ep=4), "S(0), S(0)", "R, S(0)", "R, S(0)"),
+    "ep4 dp2": Layout(loom.Mesh(ep=4, dp=2), "S(0), S(0)", "S(0), R", "S(0), R"),
+    "dp2 tp4": Layout(loom.Mesh(dp=2, tp=4), "S(0), R", "R, S(0)", "R, S(0)"),
+    "dp2 ep2 tp2": Layout(loom.Mesh(dp=2, ep=2, tp=2), "S(0), S(0), R", "R, S(0), S(0)", "R, S(0), S(0)"),
+    "columns": Layout(loom.Mesh(dp=2, ep=2, tp=2), "S(0), S(0), R", "R, S(0), S(2)", "R, S(0), S(1)"),
+    "width": Layout(loom.Mesh(dp=2, ep=2), "R, S(1)", "R, S(0)", "R, S(0)"),
+    "nowhere": Layout(loom.Mesh(dp=2, tp=2), "S(0), R", "R, R", "R, R"),
 }
 
 

@@ -48,7 +48,7 @@ def test_any_mesh_any_sizes_any_placements_equal_the_dense_sum(shape, data, toke
         "down": ("R", "S(0)", "S(1)", "S(2)"),
     }
     placed = {key: ", ".join(data.draw(st.sampled_from(each)) for _ in shape) for key, each in words.items()}
-    layout = Layout(shape, axes, **placed)
+    layout = Layout(loom.Mesh.of(shape, axes), **placed)
     check(make(tokens, count, top_k, routing, seed=data.draw(st.integers(0, 99))), layout, layout.open())
 
 
@@ -141,7 +141,7 @@ def test_capacities_have_few_sizes():
 
 
 def test_two_axes_that_experts_do_not_divide_over_are_exact_too():
-    layout = Layout((2, 2), ("ep", "tp"), "S(0), S(0)", "S(0), S(0)", "S(0), S(0)")
+    layout = Layout(loom.Mesh(ep=2, tp=2), "S(0), S(0)", "S(0), S(0)", "S(0), S(0)")
     check(make(12, 6, 2, "at random"), layout, layout.open())
 
 

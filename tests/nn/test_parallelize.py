@@ -16,6 +16,7 @@ import meshloom as loom
 import ranks
 from meshloom import Mesh, Plan, Shard
 from meshloom.nn import mesh_of, plan_of
+from refusals import refusal
 
 GRID = Mesh(dp=2, tp=4)
 MESHES = {"2x4": GRID, "3": Mesh(tp=3), "8": Mesh(tp=8)}
@@ -338,12 +339,6 @@ def test_processes_put_a_module_on_a_mesh_and_take_it_back():
 
 
 # Refusals
-
-
-def refusal(act: Any) -> str:
-    with pytest.raises(loom.MeshloomError) as caught:
-        act()
-    return str(caught.value)
 
 
 def test_a_second_time_is_refused():

@@ -20,13 +20,6 @@ from meshloom.runtime import Event, state
 
 MESH = Mesh(dp=2, tp=3)
 Program = Callable[[], Any]
-PROGRAMS: dict[str, Callable[[], Program]] = {}
-
-
-def program(make: Callable[[], Program]) -> Callable[[], Program]:
-    """A maker of one program on fresh tensors."""
-    PROGRAMS[make.__name__] = make
-    return make
 
 
 def put(placements: Any, *shape: int, grad: bool = False, dtype: torch.dtype = torch.float32) -> loom.Tensor:
@@ -41,112 +34,94 @@ def parameter(placements: Any, *shape: int) -> loom.Parameter:
     return loom.Parameter(put(placements, *shape))
 
 
-@program
-def local_add():
-    x, y = put("S(0), R", 8, 6), put("S(0), R", 8, 6)
-    return lambda: x + y
+def of(function: Callable[..., Any], *tensors: loom.Tensor) -> Program:
+    """A function of some tensors."""
+    held = list(tensors)
+    return lambda: function(*held)
 
 
-@program
-def add_of_different_placements():
-    x, y = put("S(0), R", 8, 6), put("S(1), S(0)", 8, 6)
-    return lambda: x + y
+def backward(loss: Callable[..., loom.Tensor], *tensors: loom.Tensor) -> Program:
+    """The gradients of a loss of some tensors."""
+    held = list(tensors)
+
+    def run() -> Any:
+        loss(*held).backward()
+        return [each.grad for each in held if each.requires_grad]
+
+    return run
 
 
-@program
-def row_matmul():
-    x, w = put("S(0), R", 8, 6), put("R, R", 6, 4)
-    return lambda: x @ w
+PROGRAMS: dict[str, Callable[[], Program]] = {  # each makes one on fresh tensors
+    "local_add": lambda: of(lambda x, y: x + y, put("S(0), R", 8, 6), put("S(0), R", 8, 6)),
+    "add_of_different_placements": lambda: of(lambda x, y: x + y, put("S(0), R", 8, 6), put("S(1), S(0)", 8, 6)),
+    "row_matmul": lambda: of(lambda x, w: x @ w, put("S(0), R", 8, 6), put("R, R", 6, 4)),
+    "inner_matmul": lambda: of(lambda x, w: x @ w, put("R, S(1)", 8, 6), put("R, S(0)", 6, 4)),
+    "misaligned_matmul": lambda: of(lambda x, w: x @ w, put("S(1), R", 8, 6), put("R, S(0)", 6, 4)),
+    "matmul_with_a_reduce_scatter": lambda: of(
+        lambda x, w: loom.matmul(x, w, output={"tp": Shard(0)}), put("R, S(1)", 8, 6), put("R, S(0)", 6, 4)
+    ),
+    "matmul_kept_partial_then_read": lambda: of(
+        lambda x, w: loom.matmul(x, w, output={"tp": Partial("sum")}).to_torch(),
+        put("R, S(1)", 8, 6),
+        put("R, S(0)", 6, 4),
+    ),
+    "sums_over_every_dim": lambda: of(lambda x: (x.sum(), x.sum(0), x.mean(1), x.amax()), put("S(0), S(1)", 7, 5)),
+    "softmax_over_a_sharded_dim": lambda: of(lambda x: x.softmax(-1), put("S(0), S(1)", 8, 7)),
+    "layer_norm_over_a_sharded_dim": lambda: of(
+        lambda x, w: F.layer_norm(x, (6,), w), put("S(0), S(1)", 8, 6), put("R, S(0)", 6)
+    ),
+    "cross_entropy_over_sharded_classes": lambda: of(
+        lambda x, t: F.cross_entropy(x[:6], t), put("S(0), S(1)", 8, 6), loom.arange(6, mesh=MESH, placements="R, R")
+    ),
+    "embedding_of_a_sharded_vocabulary": lambda: of(
+        lambda ids, table: F.embedding(ids, table),
+        loom.arange(6, mesh=MESH, placements="S(0), R"),
+        put("R, S(0)", 9, 4),
+    ),
+    "argmax_and_var": lambda: of(lambda x: (x.argmax(1), x.var(0), x.max(0)), put("S(0), S(1)", 8, 6)),
+    "redistributions": lambda: of(
+        lambda x: x.redistribute("S(1), R").redistribute("R, S(0)").redistribute("R, R"), put("S(0), S(1)", 8, 7)
+    ),
+    "partial_sums_meet": lambda: of(
+        lambda x, y: (x + y, (x + y).relu(), x * y), put("P(sum), R", 4, 4), put("P(sum), R", 4, 4)
+    ),
+    "reshape_and_slices_of_a_sharded_dim": lambda: of(
+        lambda x: (x.reshape(48), x[1:5], x.reshape(2, 24), x[:, 2:4]), put("S(0), R", 8, 6)
+    ),
+    "cat_and_stack": lambda: of(
+        lambda x, y: (loom.cat([x, y]), loom.stack([x, y], 1)), put("S(0), R", 8, 6), put("R, S(1)", 8, 6)
+    ),
+    "functions_without_a_rule": lambda: of(
+        lambda x: (torch.renorm(x, 2, 0, 1.0), torch.trapezoid(x), torch.kron(x, x)), put("S(0), S(1)", 8, 6)
+    ),
+    "a_library_function_with_out": lambda: of(
+        lambda x, y, z: torch.add(x, y, out=z), put("S(0), R", 8, 6), put("R, S(1)", 8, 6), put("S(1), R", 8, 6)
+    ),
+    "attention_with_a_sharded_sequence": lambda: of(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v), *(put("S(0), S(1)", 2, 6, 4) for _ in range(3))
+    ),
+    "dropout_and_random": lambda: of(
+        lambda x: (F.dropout(x, 0.5) @ loom.randn(6, 4, mesh=MESH, placements="S(0), R")).sum(), put("S(0), R", 8, 6)
+    ),
+    "backward_of_a_data_parallel_layer": lambda: backward(
+        lambda x, w: (x @ w).square().mean(), put("S(0), R", 8, 6), parameter("R, R", 6, 4)
+    ),
+    "backward_through_redistribution": lambda: backward(
+        lambda x: (x * 2).redistribute("S(1), R").square().sum(), put("S(0), R", 8, 6, grad=True)
+    ),
+    "backward_of_a_function_without_a_rule": lambda: backward(
+        lambda x: torch.renorm(x * 2, 2, 0, 1.0).square().sum(), put("S(0), R", 8, 6, grad=True)
+    ),
+    "backward_of_a_broadcast_bias": lambda: backward(
+        lambda x, b: (x + b).exp().sum(), put("S(0), S(1)", 8, 6), parameter("R, S(0)", 6)
+    ),
+}
 
 
-@program
-def inner_matmul():
-    x, w = put("R, S(1)", 8, 6), put("R, S(0)", 6, 4)
-    return lambda: x @ w
-
-
-@program
-def misaligned_matmul():
-    x, w = put("S(1), R", 8, 6), put("R, S(0)", 6, 4)
-    return lambda: x @ w
-
-
-@program
-def matmul_with_a_reduce_scatter():
-    x, w = put("R, S(1)", 8, 6), put("R, S(0)", 6, 4)
-    return lambda: loom.matmul(x, w, output={"tp": Shard(0)})
-
-
-@program
-def matmul_kept_partial_then_read():
-    x, w = put("R, S(1)", 8, 6), put("R, S(0)", 6, 4)
-    return lambda: loom.matmul(x, w, output={"tp": Partial("sum")}).to_torch()
-
-
-@program
-def sums_over_every_dim():
-    x = put("S(0), S(1)", 7, 5)
-    return lambda: (x.sum(), x.sum(0), x.mean(1), x.amax())
-
-
-@program
-def softmax_over_a_sharded_dim():
-    x = put("S(0), S(1)", 8, 7)
-    return lambda: x.softmax(-1)
-
-
-@program
-def layer_norm_over_a_sharded_dim():
-    x, w = put("S(0), S(1)", 8, 6), put("R, S(0)", 6)
-    return lambda: F.layer_norm(x, (6,), w)
-
-
-@program
-def cross_entropy_over_sharded_classes():
-    x, t = put("S(0), S(1)", 8, 6), loom.arange(6, mesh=MESH, placements="R, R")
-    return lambda: F.cross_entropy(x[:6], t)
-
-
-@program
-def embedding_of_a_sharded_vocabulary():
-    ids, table = loom.arange(6, mesh=MESH, placements="S(0), R"), put("R, S(0)", 9, 4)
-    return lambda: F.embedding(ids, table)
-
-
-@program
-def argmax_and_var():
-    x = put("S(0), S(1)", 8, 6)
-    return lambda: (x.argmax(1), x.var(0), x.max(0))
-
-
-@program
-def redistributions():
-    x = put("S(0), S(1)", 8, 7)
-    return lambda: x.redistribute("S(1), R").redistribute("R, S(0)").redistribute("R, R")
-
-
-@program
-def partial_sums_meet():
-    x, y = put("P(sum), R", 4, 4), put("P(sum), R", 4, 4)
-    return lambda: (x + y, (x + y).relu(), x * y)
-
-
-@program
-def reshape_and_slices_of_a_sharded_dim():
-    x = put("S(0), R", 8, 6)
-    return lambda: (x.reshape(48), x[1:5], x.reshape(2, 24), x[:, 2:4])
-
-
-@program
-def cat_and_stack():
-    x, y = put("S(0), R", 8, 6), put("R, S(1)", 8, 6)
-    return lambda: (loom.cat([x, y]), loom.stack([x, y], 1))
-
-
-@program
-def functions_without_a_rule():
-    x = put("S(0), S(1)", 8, 6)
-    return lambda: (torch.renorm(x, 2, 0, 1.0), torch.trapezoid(x), torch.kron(x, x))
+def program(make: Callable[[], Program]) -> Callable[[], Program]:
+    """A maker of one program on fresh tensors."""
+    PROGRAMS[make.__name__] = make
+    return make
 
 
 @program
@@ -163,24 +138,6 @@ def in_place_updates():
 
 
 @program
-def a_library_function_with_out():
-    x, y, z = put("S(0), R", 8, 6), put("R, S(1)", 8, 6), put("S(1), R", 8, 6)
-    return lambda: torch.add(x, y, out=z)
-
-
-@program
-def attention_with_a_sharded_sequence():
-    q, k, v = (put("S(0), S(1)", 2, 6, 4) for _ in range(3))
-    return lambda: F.scaled_dot_product_attention(q, k, v)
-
-
-@program
-def dropout_and_random():
-    x = put("S(0), R", 8, 6)
-    return lambda: (F.dropout(x, 0.5) @ loom.randn(6, 4, mesh=MESH, placements="S(0), R")).sum()
-
-
-@program
 def chosen_and_requested():
     x, w = put("S(0), R", 8, 6), put("R, S(1)", 6, 4)
 
@@ -194,70 +151,24 @@ def chosen_and_requested():
 
 
 @program
-def backward_of_a_data_parallel_layer():
-    x, w = put("S(0), R", 8, 6), parameter("R, R", 6, 4)
-
-    def run() -> Any:
-        (x @ w).square().mean().backward()
-        return w.grad
-
-    return run
-
-
-@program
 def backward_of_a_tensor_parallel_mlp():
     x, up, down = put("S(0), R", 8, 6), parameter("R, S(1)", 6, 12), parameter("R, S(0)", 12, 4)
-
-    def run() -> Any:
-        ((x @ up).relu() @ down).sum().backward()
-        return up.grad, down.grad
-
-    return run
+    return backward(lambda x, up, down: ((x @ up).relu() @ down).sum(), x, up, down)
 
 
 @program
 def backward_through_an_activation():
-    x, w = put("S(0), R", 8, 6), parameter("R, R", 6, 6)
-
-    def run() -> Any:
+    def loss(x: Any, w: Any) -> Any:
         h = (w * 2).tanh()
-        ((x @ h) @ h).sum().backward()
-        return w.grad
+        return ((x @ h) @ h).sum()
 
-    return run
-
-
-@program
-def backward_through_redistribution():
-    x = put("S(0), R", 8, 6, grad=True)
-
-    def run() -> Any:
-        (x * 2).redistribute("S(1), R").square().sum().backward()
-        return x.grad
-
-    return run
+    return backward(loss, put("S(0), R", 8, 6), parameter("R, R", 6, 6))
 
 
 @program
 def backward_of_softmax_and_layer_norm():
     x, w = put("S(0), S(1)", 8, 6, grad=True), parameter("R, S(0)", 6)
-
-    def run() -> Any:
-        F.layer_norm(x.softmax(-1), (6,), w).square().sum().backward()
-        return x.grad, w.grad
-
-    return run
-
-
-@program
-def backward_of_a_function_without_a_rule():
-    x = put("S(0), R", 8, 6, grad=True)
-
-    def run() -> Any:
-        torch.renorm(x * 2, 2, 0, 1.0).square().sum().backward()
-        return x.grad
-
-    return run
+    return backward(lambda x, w: F.layer_norm(x.softmax(-1), (6,), w).square().sum(), x, w)
 
 
 @program
@@ -281,17 +192,6 @@ def clipping_the_gradient():
     def run() -> None:
         (x @ w).sum().backward()
         torch.nn.utils.clip_grad_norm_([w], 1.0, foreach=False)
-
-    return run
-
-
-@program
-def backward_of_a_broadcast_bias():
-    x, b = put("S(0), S(1)", 8, 6), parameter("R, S(0)", 6)
-
-    def run() -> Any:
-        (x + b).exp().sum().backward()
-        return b.grad
 
     return run
 

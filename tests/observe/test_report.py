@@ -20,11 +20,6 @@ from report_pages import check_figures, read_figures, run_small
 
 
 @pytest.fixture(scope="module")
-def run() -> loom.DryRun:
-    return run_small()
-
-
-@pytest.fixture(scope="module")
 def figures(run, tmp_path_factory):
     path = tmp_path_factory.mktemp("report") / "report.html"
     run.report(path)
@@ -66,8 +61,8 @@ def test_the_tensors_at_the_peak_are_folded_and_none_is_lost(figures, run):
     shown = figures["memory"]["alive"]
     assert [each["bytes"] for each in shown] == sorted((each["bytes"] for each in shown), reverse=True)
     by_name = {each["name"]: each for each in shown}
-    gate = by_name["Llama.layers.[0-2].feed.gate.weight"]
-    one = next(each for each in run.memory.alive if each.name == "Llama.layers.1.feed.gate.weight")
+    gate = by_name["Llama.layers.[0-2].feed.gate_proj.weight"]
+    one = next(each for each in run.memory.alive if each.name == "Llama.layers.1.feed.gate_proj.weight")
     assert gate["count"] == 3 and gate["bytes"] == 3 * one.bytes and gate["purpose"] == "parameters"
     assert sum(each["count"] for each in shown) <= len(run.memory.alive)
 

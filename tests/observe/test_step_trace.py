@@ -10,12 +10,6 @@ import pytest
 import meshloom as loom
 from meshloom.cost.step import HELD_FOR
 from meshloom.observe.step_trace import waits
-from report_pages import run_small
-
-
-@pytest.fixture(scope="module")
-def run() -> loom.DryRun:
-    return run_small()
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import torch
 import ranks
 from meshloom import Mesh
 from meshloom.mesh import HERE
-from meshloom.processes import join
+from meshloom.processes import divergence, join
 from meshloom.processes.divergence import checksum
 from process_cases import ALIASES, AWKWARD, EXPLAINED, FAULTS, FUNCTIONS, KINDS, REFUSED, SHARED, STYLES, WRITES, grids
 from samples import SAMPLES
@@ -121,6 +121,22 @@ def test_ops_on_a_dim_that_processes_share_send_statistics_and_no_data() -> None
 def test_awkward_values_in_a_dim_that_processes_share_are_those_of_one_process() -> None:
     found = ranks.run(2, "process_cases:awkward", timeout=TIMEOUT)
     assert found == [(len(AWKWARD), len(REFUSED), len(EXPLAINED))] * 2
+
+
+def test_views_of_a_plain_tensor_are_summed_up_once_until_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    summed: list[torch.Tensor] = []
+    monkeypatch.setattr(divergence, "note", lambda text, line, ranks: told.append(text))
+    monkeypatch.setattr(divergence, "checksum", lambda data: summed.append(data) or int(data.sum()))
+    plain = torch.arange(12.0).reshape(3, 4)
+    for _ in range(3):
+        divergence.note_data("operand", plain[None, 1:])
+        divergence.note_data("operand", plain[:, 0])
+    assert len(summed) == 2 and told == told[:2] * 3
+    plain[2, 0] += 1  # both views have it
+    divergence.note_data("operand", plain[None, 1:])
+    divergence.note_data("operand", plain[:, 0])
+    assert len(summed) == 4 and not {*told[6:]} & {*told[:6]}
 
 
 def test_the_checksum_of_one_element_is_that_of_its_value_whatever_its_stride() -> None:

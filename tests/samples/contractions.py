@@ -168,21 +168,9 @@ def added(function: Callable[..., Any], spec: str, broadcasts: bool = True) -> S
 
 
 CONTRACTIONS: dict[str, Sample] = {
-    "matmul": matmul,
-    "mm": mm,
-    "bmm": bmm,
-    "grouped_mm": grouped_mm,
-    "expert_mm": expert_mm,
-    "cdist": cdist,
-    "mv": mv,
-    "dot": dot,
-    "linear": linear,
-    "einsum": einsum,
-    "outer": outer,
-    "inner": inner,
+    **{each.__name__: each for each in (matmul, mm, bmm, mv, dot, linear, outer, inner, tensordot, bilinear)},
+    **{each.__name__: each for each in (grouped_mm, expert_mm, cdist, einsum)},
     "vdot": lambda d: dataclasses.replace(dot(d), run=torch.vdot),
-    "tensordot": tensordot,
-    "bilinear": bilinear,
     "addmm": added(torch.addmm, "mk,kn->mn"),
     "addmv": added(torch.addmv, "mk,k->m", broadcasts=False),  # torch resizes what it adds to
     "addr": added(torch.addr, "m,n->mn"),

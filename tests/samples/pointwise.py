@@ -120,6 +120,7 @@ def addc(function: Callable[..., Any], third: str = "any") -> Sample:
     return sample
 
 
+_LOGIC = ("and", "or", "xor")
 POINTWISE: dict[str, Sample] = {
     "add": lambda d: binary((lambda a: lambda x, y: torch.add(x, y, alpha=a))(d.pick((1, 2, -1))))(d),
     "sub": binary(torch.sub),
@@ -142,23 +143,11 @@ POINTWISE: dict[str, Sample] = {
     "lerp": ternary(torch.lerp),
     "addcmul": addc(torch.addcmul),
     "addcdiv": addc(torch.addcdiv, "nonzero"),
-    "eq": binary(torch.eq, ALL),
-    "ne": binary(torch.ne, ALL),
-    "lt": binary(torch.lt, ALL),
-    "le": binary(torch.le, ALL),
-    "gt": binary(torch.gt, ALL),
-    "ge": binary(torch.ge, ALL),
-    "logical_and": binary(torch.logical_and, ALL, numbers=False),
-    "logical_or": binary(torch.logical_or, ALL, numbers=False),
-    "logical_xor": binary(torch.logical_xor, ALL, numbers=False),
-    "logical_not": unary(torch.logical_not, ALL),
-    "bitwise_and": binary(torch.bitwise_and, INTEGRAL, scalars=(1, 3, True)),
-    "bitwise_or": binary(torch.bitwise_or, INTEGRAL, scalars=(1, 3, True)),
-    "bitwise_xor": binary(torch.bitwise_xor, INTEGRAL, scalars=(1, 3, True)),
+    **{name: binary(getattr(torch, name), ALL) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **{f"logical_{name}": binary(getattr(torch, f"logical_{name}"), ALL, numbers=False) for name in _LOGIC},
+    **{f"bitwise_{name}": binary(getattr(torch, f"bitwise_{name}"), INTEGRAL, scalars=(1, 3, True)) for name in _LOGIC},
     "bitwise_not": unary(torch.bitwise_not, INTEGRAL),
-    "isnan": unary(torch.isnan, ALL),
-    "isinf": unary(torch.isinf, ALL),
-    "isfinite": unary(torch.isfinite, ALL),
+    **{name: unary(getattr(torch, name), ALL) for name in ("logical_not", "isnan", "isinf", "isfinite")},
     "where": where,
     "masked_fill": masked_fill,
     "clamp": clamp,

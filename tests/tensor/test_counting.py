@@ -73,6 +73,15 @@ def test_experts_that_lie_apart_stay_there(call):
     assert w.grad.placements == w.placements
 
 
+def test_padding_among_experts_is_no_expert_beside_a_sum_that_is_kept():
+    tokens, experts = torch.randn(6, 2), torch.randn(3, 2, 2)  # three experts on two devices
+    offs = torch.tensor([2, 2, 6], dtype=torch.int32)
+    parts = place(tokens, "R, R").redistribute("P(sum), R")
+    with loom.with_output("P(sum), R"), loom.choose(**{parts.mesh.axes[1]: "experts"}):
+        y = torch._grouped_mm(parts, place(experts, "R, S(0)"), offs=place(offs, "R, R"))
+    torch.testing.assert_close(y.to_torch(), torch.cat([tokens[:2] @ experts[0], tokens[2:] @ experts[2]]))
+
+
 def test_cat_skips_an_empty_line_and_leaves_the_others_where_they_are():
     x = place(torch.randn(4, 8), "S(1), R")
     y = torch.cat([torch.tensor([]), x, x], dim=-2)

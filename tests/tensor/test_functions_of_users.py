@@ -411,11 +411,10 @@ class Inner(Function):
 
 @pytest.mark.parametrize("layout", LAYOUTS[:7], ids=str)
 def test_a_result_that_is_tracked_inside_of_forward_has_the_gradient_of_its_function(layout: Any) -> None:
-    x, _ = leaf(layout)
-    dense = drawn().requires_grad_()
-    for at in (x, dense):
-        (Inner.apply(at) * 2).sum().backward()
-    check_close(x.grad, dense.grad)
+    given = leaf(layout)[0], drawn().requires_grad_()
+    for each in given:
+        (Inner.apply(each) * 2).sum().backward()
+    check_close(*(each.grad for each in given))
 
 
 TRANSFORMS: dict[str, Callable[[Any], Any]] = {

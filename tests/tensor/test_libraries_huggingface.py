@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import meshloom as loom
+from library_checks import check_equal, check_gradients, check_on_mesh, check_states, dense
 from library_models import (
     GRID,
     IS_DENSE,
@@ -14,11 +15,6 @@ from library_models import (
     MODELS,
     TOKENS,
     both,
-    check_equal,
-    check_gradients,
-    check_on_mesh,
-    check_states,
-    dense,
     example,
     llama,
     prompt,

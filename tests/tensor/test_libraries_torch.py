@@ -12,21 +12,8 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn, update_bn
 
 import meshloom as loom
-from library_models import (
-    IS_DENSE,
-    LAYOUTS,
-    MARKS,
-    both,
-    check_equal,
-    check_gradients,
-    check_on_mesh,
-    check_states,
-    dense,
-    llama,
-    put,
-    seeded,
-    share,
-)
+from library_checks import check_equal, check_gradients, check_on_mesh, check_states, dense
+from library_models import IS_DENSE, LAYOUTS, MARKS, both, llama, put, seeded, share
 
 pytestmark = MARKS
 ALL = pytest.mark.parametrize("layout", LAYOUTS)

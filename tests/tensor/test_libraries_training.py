@@ -10,20 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from library_models import (
-    MARKS,
-    both,
-    check_equal,
-    check_gradients,
-    check_on_mesh,
-    check_states,
-    gpt2,
-    llama,
-    put,
-    seeded,
-    share,
-    tokens,
-)
+from library_checks import check_equal, check_gradients, check_on_mesh, check_states
+from library_models import MARKS, both, gpt2, llama, put, seeded, share, tokens
 
 pytestmark = MARKS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -164,6 +164,16 @@ def test_clipping_of_lists_is_that_of_dense(layout):
         check_close([each.grad for each in ours], [each.grad for each in dense])
 
 
+def scaled_steps(flag: str | None, *sides: list[Any]) -> Iterator[tuple[list[Any], Any, Any, int]]:
+    """Four steps of an optimizer with a scaler on each side: parameters, optimizer, scaler and the step's number."""
+    for parameters in sides:
+        optimizer = torch.optim.AdamW(parameters, lr=0.1, **({flag: True} if flag else {}))
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
+        for step in range(4):
+            optimizer.zero_grad()
+            yield parameters, optimizer, scaler, step
+
+
 @pytest.mark.parametrize("flag", ["foreach", "fused", None])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_lists_with_plain_parameters_among_ours_are_those_of_dense(layout, flag):
@@ -171,21 +181,17 @@ def test_lists_with_plain_parameters_among_ours_are_those_of_dense(layout, flag)
     dense.insert(1, torch.nn.Parameter(values((3, 4))))
     ours.insert(1, torch.nn.Parameter(values((3, 4))))
     told = []
-    for parameters in (dense, ours):
-        optimizer = torch.optim.AdamW(parameters, lr=0.1, **({flag: True} if flag else {}))
-        scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
-        for step in range(4):
-            optimizer.zero_grad()
-            backward([each for each in parameters if each is not parameters[1]], step)
-            scaler.scale(parameters[1].square().sum()).backward()
-            if step == 2:
-                parameters[1].grad[0, 0] = math.inf
-            scaler.unscale_(optimizer)
-            for norm in (2.0, math.inf):
-                told.append(float(torch.nn.utils.clip_grad_norm_(parameters, 1.0, norm, foreach=flag == "foreach")))
-            torch.nn.utils.clip_grad_value_(parameters, 0.5, foreach=flag == "foreach")
-            scaler.step(optimizer)
-            scaler.update()
+    for parameters, optimizer, scaler, step in scaled_steps(flag, dense, ours):
+        backward([each for each in parameters if each is not parameters[1]], step)
+        scaler.scale(parameters[1].square().sum()).backward()
+        if step == 2:
+            parameters[1].grad[0, 0] = math.inf
+        scaler.unscale_(optimizer)
+        for norm in (2.0, math.inf):
+            told.append(float(torch.nn.utils.clip_grad_norm_(parameters, 1.0, norm, foreach=flag == "foreach")))
+        torch.nn.utils.clip_grad_value_(parameters, 0.5, foreach=flag == "foreach")
+        scaler.step(optimizer)
+        scaler.update()
     assert told[:8] == pytest.approx(told[8:], nan_ok=True)
     torch.testing.assert_close(ours.pop(1), dense.pop(1))
     check_close(ours, dense)
@@ -368,22 +374,18 @@ def test_gradients_go_through_functions_of_lists():
 def test_a_scaler_steps_and_skips_as_in_dense(layout, flag, bad):
     dense, ours = pair(layout)
     told = []
-    for parameters in (dense, ours):
-        optimizer = torch.optim.AdamW(parameters, lr=0.1, **({flag: True} if flag else {}))
-        scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
-        for step in range(4):
-            optimizer.zero_grad()
-            loss = sum((each * each).sum() for each in parameters)
-            scaler.scale(loss).backward()
-            if bad is not None and step == 1:
-                with torch.no_grad():
-                    parameters[-1].grad.view(-1)[-1] = bad
-            before = [each.detach().clone() for each in parameters]
-            scaler.unscale_(optimizer) if step % 2 == 0 and flag != "fused" else None
-            scaler.step(optimizer)
-            scaler.update()
-            moved = any(bool((a != b).any()) for a, b in zip(before, parameters, strict=True))
-            told.append((scaler.get_scale(), moved))
+    for parameters, optimizer, scaler, step in scaled_steps(flag, dense, ours):
+        loss = sum((each * each).sum() for each in parameters)
+        scaler.scale(loss).backward()
+        if bad is not None and step == 1:
+            with torch.no_grad():
+                parameters[-1].grad.view(-1)[-1] = bad
+        before = [each.detach().clone() for each in parameters]
+        scaler.unscale_(optimizer) if step % 2 == 0 and flag != "fused" else None
+        scaler.step(optimizer)
+        scaler.update()
+        moved = any(bool((a != b).any()) for a, b in zip(before, parameters, strict=True))
+        told.append((scaler.get_scale(), moved))
     assert told[:4] == told[4:]
     assert [moved for _, moved in told[:4]] == [True, bad is None, True, True]
     check_close(ours, dense)

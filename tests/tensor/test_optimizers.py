@@ -12,6 +12,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import meshloom as loom
+from meshloom.tensor.optimizer_steps import StandIn
 from oracle import check_padding
 
 # mesh, placements of the (7, 5) weight, placements of the (5,) bias; 7 and 5 divide by nothing here
@@ -254,3 +255,169 @@ def test_a_vector_of_parameters_equals_dense() -> None:
     vector = torch.nn.utils.parameters_to_vector(parameters("uneven rows"))
     dense = torch.cat([each.flatten() for each in start()[:2]])
     assert torch.equal(vector.detach().to_torch(), dense)
+
+
+# Steps on stored arrays
+
+ON_ARRAYS = [name for name in OPTIMIZERS if not name.startswith(("Adafactor", "LBFGS", "Muon"))]
+
+
+@pytest.fixture
+def on_arrays(monkeypatch) -> list[bool]:
+    """Of each step on tensors of a mesh that could run on arrays, whether it did."""
+    found: list[bool] = []
+    fill = StandIn.fill
+
+    def note(self: StandIn) -> bool:
+        did = fill(self)
+        found.append(did)
+        return did
+
+    monkeypatch.setattr(StandIn, "fill", note)
+    return found
+
+
+def take_steps(held: list[Any], optimizer: torch.optim.Optimizer, count: int = 3) -> None:
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss_of(held).backward()
+        optimizer.step()
+
+
+def check_equal(ours: list[Any], dense: list[Any]) -> None:
+    for mine, theirs in zip(ours, dense, strict=True):
+        assert torch.allclose(mine.detach().to_torch(), theirs, rtol=1e-5, atol=1e-6)
+        check_padding(mine, "a parameter")
+
+
+@pytest.mark.parametrize("layout", ["two axes", "uneven rows"])
+@pytest.mark.parametrize("name", ON_ARRAYS)
+def test_once_an_elementwise_optimizer_has_its_state_it_steps_on_arrays(name, layout, on_arrays):
+    ours, dense = parameters(layout), dense_parameters()
+    optimizer = OPTIMIZERS[name](ours)
+    take_steps(ours, optimizer, 4)
+    take_steps(dense, OPTIMIZERS[name](dense), 4)
+    assert on_arrays[1:] == [True] * 3
+    check_equal(ours, dense)
+    for held in optimizer.state.values():
+        assert all(type(each) is loom.Tensor for each in held.values() if torch.is_tensor(each) and each.ndim)
+        for each in held.values():
+            if type(each) is loom.Tensor:
+                check_padding(each, "state")
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {*ON_ARRAYS}))
+def test_optimizers_that_look_at_whole_tensors_step_on_tensors(name, on_arrays):
+    ours = parameters("rows")
+    optimizer = OPTIMIZERS[name](ours)
+    for _ in range(3):
+        optimizer.step(lambda: loss_of(ours))
+    assert on_arrays == []
+
+
+def test_a_class_derived_from_an_optimizer_steps_on_tensors(on_arrays):
+    class Own(torch.optim.AdamW):
+        pass
+
+    ours = parameters("rows")
+    take_steps(ours, Own(ours, lr=0.05))
+    assert on_arrays == []
+
+
+def test_hooks_of_an_optimizer_see_tensors_and_their_gradients_are_used(on_arrays):
+    def halve(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        for each in optimizer.param_groups[0]["params"]:
+            each.grad = each.grad / 2
+
+    for held in (ours := parameters("rows")), (dense := dense_parameters()):
+        optimizer = torch.optim.AdamW(held, lr=0.05)
+        optimizer.register_step_pre_hook(halve)
+        take_steps(held, optimizer)
+    assert on_arrays == []
+    check_equal(ours, dense)
+
+
+def test_a_hook_after_the_step_gets_the_optimizer_of_the_program():
+    ours = parameters("rows")
+    optimizer = torch.optim.AdamW(ours, lr=0.05)
+    seen = []
+    optimizer.register_step_post_hook(lambda found, args, kwargs: seen.append(found))
+    take_steps(ours, optimizer)
+    assert seen == [optimizer] * 3
+
+
+def test_a_step_that_is_recorded_runs_on_tensors_and_the_next_one_on_arrays(on_arrays):
+    ours, dense = parameters("two axes"), dense_parameters()
+    optimizer = torch.optim.AdamW(ours, lr=0.05)
+    take_steps(ours, optimizer, 2)
+    with loom.record():
+        take_steps(ours, optimizer, 1)
+    take_steps(ours, optimizer, 1)
+    take_steps(dense, torch.optim.AdamW(dense, lr=0.05), 4)
+    assert on_arrays == [False, True, True]
+    check_equal(ours, dense)
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"amsgrad": True}, {"maximize": True}])
+def test_options_of_a_step_on_arrays_do_what_they_do_on_dense_ones(options, on_arrays):
+    ours, dense = parameters("uneven rows"), dense_parameters()
+    take_steps(ours, torch.optim.AdamW(ours, lr=0.05, **options), 4)
+    take_steps(dense, torch.optim.AdamW(dense, lr=0.05, **options), 4)
+    assert on_arrays == [False, True, True, True]
+    check_equal(ours, dense)
+
+
+def test_a_step_that_is_differentiated_stays_on_tensors(on_arrays):
+    for held in parameters("rows"), dense_parameters():
+        loss_of(held).backward()
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+            torch.optim.SGD(held, lr=0.05, differentiable=True).step()
+    assert on_arrays == [False]
+
+
+def test_rates_and_groups_that_change_between_steps_take_effect(on_arrays):
+    for held in (ours := parameters("two axes")), (dense := dense_parameters()):
+        optimizer = torch.optim.AdamW(held[:1], lr=0.05)
+        rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for number in range(5):
+            if number == 2:
+                optimizer.add_param_group({"params": held[1:], "lr": 0.01})
+                rates.base_lrs.append(0.01)
+            take_steps(held, optimizer, 1)
+            rates.step()
+    assert on_arrays == [False, True, False, True, True]  # a new group has no state at first
+    check_equal(ours, dense)
+
+
+def test_a_parameter_without_a_gradient_is_left_alone(on_arrays):
+    ours, dense = parameters("rows"), dense_parameters()
+    for held in ours, dense:
+        frozen = held[0].detach().clone().requires_grad_()
+        optimizer = torch.optim.AdamW([*held, frozen], lr=0.05)
+        take_steps(held, optimizer)
+        assert frozen.grad is None
+    check_equal(ours, dense)
+    assert on_arrays == [False, True, True]
+
+
+def test_saved_values_notice_a_step_on_arrays():
+    ours = parameters("rows")
+    optimizer = torch.optim.AdamW(ours, lr=0.05)
+    take_steps(ours, optimizer, 2)
+    loss, versions = ours[0].square().sum(), [each._version for each in ours]
+    optimizer.step()
+    assert all(each._version > before for each, before in zip(ours, versions, strict=True))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_state_that_lies_elsewhere_keeps_the_step_on_tensors(on_arrays):
+    ours, dense = parameters("rows"), dense_parameters()
+    optimizer = torch.optim.AdamW(ours, lr=0.05)
+    take_steps(ours, optimizer, 2)
+    moved = optimizer.state[ours[0]]
+    moved["exp_avg"] = moved["exp_avg"].redistribute("R")
+    take_steps(ours, optimizer, 1)
+    take_steps(dense, torch.optim.AdamW(dense, lr=0.05), 3)
+    assert on_arrays == [False, True, False]
+    check_equal(ours, dense)

@@ -44,7 +44,7 @@ def test_a_step_has_forward_backward_and_optimizer_in_order():
 
 def test_backward_nodes_are_the_kernels_that_ran_and_know_their_forward_call():
     graph = record(make_step(TINY))
-    down = [n for n in graph.nodes if n.module == "Llama.layers.1.feed.down" and n.phase != "optimizer"]
+    down = [n for n in graph.nodes if n.module == "Llama.layers.1.feed.down_proj" and n.phase != "optimizer"]
     forward, backward, summed = down
     assert (forward.op, forward.phase, forward.kernels) == ("linear", "forward", ("mm",))
     assert (backward.op, backward.phase, backward.kernels) == ("linear", "backward", ("mm", "mm"))

@@ -12,24 +12,11 @@ from torch.nn import functional as F
 
 from meshloom import ttnn
 from meshloom.errors import OperandError
-from ttnn_parts import (
-    NoWhole,
-    P,
-    R,
-    S,
-    alike_for,
-    check_each,
-    check_whole,
-    distributed,
-    grids,
-    mesh_of,
-    of_block,
-    placements_for,
-    random_tensor,
-)
+from ttnn_draws import UNKNOWN, P, R, S, alike_for, placements_for, planes
+from ttnn_meshes import mesh_of
+from ttnn_parts import NoWhole, check_each, check_whole, convolve, distributed, of_block, random_tensor
 
 LIGHT = settings(max_examples=20, deadline=None)
-UNKNOWN = P("unknown")
 
 
 def pictures(flat: torch.Tensor, n: int, h: int, w: int) -> torch.Tensor:
@@ -49,7 +36,7 @@ def conv(mesh: Any, x: Any, w: Any, b: Any = None, **options: Any) -> Any:
 @given(data=st.data())
 @LIGHT
 def test_every_device_convolves_with_its_own_weights(data: st.DataObject) -> None:
-    grid, groups = data.draw(grids), data.draw(st.sampled_from([1, 2]))
+    grid, groups = data.draw(planes), data.draw(st.sampled_from([1, 2]))
     stride, dilation = (data.draw(st.sampled_from([(1, 1), (2, 1), (1, 2)])) for _ in range(2))
     padding = data.draw(st.sampled_from([(0, 0), (2, 1), (1, 0, 2, 1)]))
     with mesh_of(grid) as mesh:
@@ -142,24 +129,12 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
 @given(data=st.data())
 @LIGHT
 def test_a_convolution_of_lines_is_torchs(data: st.DataObject) -> None:
-    grid, groups = data.draw(grids), data.draw(st.sampled_from([1, 2]))
+    grid, groups = data.draw(planes), data.draw(st.sampled_from([1, 2]))
     with mesh_of(grid) as mesh:
         x = random_tensor(mesh, (2, 9, 4), data.draw(alike_for(grid)))
         w = random_tensor(mesh, (6, 4 // groups, 3), data.draw(alike_for(grid)))
-        found, length = ttnn.conv1d(
-            input_tensor=x,
-            weight_tensor=w,
-            device=mesh,
-            in_channels=4,
-            out_channels=6,
-            batch_size=2,
-            input_length=9,
-            kernel_size=3,
-            stride=2,
-            padding=1,
-            groups=groups,
-            return_output_dim=True,
-        )
+        line = {"batch_size": 2, "input_length": 9, "kernel_size": 3, "stride": 2, "padding": 1, "groups": groups}
+        found, length = convolve(ttnn.conv1d, mesh, x, w, (4, 6), **line, return_output_dim=True)
         assert length == 5
 
         def one(p: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
@@ -172,29 +147,15 @@ def test_a_convolution_of_lines_is_torchs(data: st.DataObject) -> None:
 @given(data=st.data())
 @LIGHT
 def test_a_transposed_convolution_is_torchs(data: st.DataObject) -> None:
-    grid, groups = data.draw(grids), data.draw(st.sampled_from([1, 2]))
+    grid, groups = data.draw(planes), data.draw(st.sampled_from([1, 2]))
     padding, more = data.draw(st.sampled_from([((1, 0), (1, 0)), ((0, 0), (0, 0)), ((1, 1), (0, 1))]))
     mirrored = data.draw(st.booleans())
     with mesh_of(grid) as mesh:
         x = random_tensor(mesh, (1, 1, 2 * 4 * 3, 4), data.draw(alike_for(grid)))
         w = random_tensor(mesh, (4, 6 // groups, 3, 2), data.draw(alike_for(grid)))
-        found, dims = ttnn.conv_transpose2d(
-            input_tensor=x,
-            weight_tensor=w,
-            device=mesh,
-            in_channels=4,
-            out_channels=6,
-            batch_size=2,
-            input_height=4,
-            input_width=3,
-            kernel_size=(3, 2),
-            stride=(2, 2),
-            padding=padding,
-            output_padding=more,
-            groups=groups,
-            mirror_kernel=not mirrored,
-            return_output_dim=True,
-        )
+        sizes = {"batch_size": 2, "input_height": 4, "input_width": 3, "kernel_size": (3, 2), "stride": (2, 2)}
+        how = {"padding": padding, "output_padding": more, "groups": groups, "mirror_kernel": not mirrored}
+        found, dims = convolve(ttnn.conv_transpose2d, mesh, x, w, (4, 6), **sizes, **how, return_output_dim=True)
 
         def one(p: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
             turned = kernel.flip((-1, -2)) if mirrored else kernel
@@ -214,7 +175,7 @@ def test_a_transposed_convolution_is_torchs(data: st.DataObject) -> None:
 @settings(max_examples=40, deadline=None)
 def test_labels_of_convolution_make_up_the_op_on_wholes(data: st.DataObject) -> None:
     """Pictures cut by batch or by channels, weights cut by input or output channels, every mix on every axis."""
-    grid = data.draw(grids)
+    grid = data.draw(planes)
     of_x = data.draw(placements_for(grid, [0, 3]))
     of_w = data.draw(placements_for(grid, [0, 1]))
     whole, kernels = torch.randn(12, 4, 4, 12), torch.randn(12, 12, 3, 3)
@@ -269,7 +230,7 @@ def test_sums_over_cut_channels_are_terms_and_a_bias_on_every_device_is_too_many
 @given(data=st.data())
 @LIGHT
 def test_pooling_is_torchs(data: st.DataObject) -> None:
-    grid, ceil = data.draw(grids), data.draw(st.booleans())
+    grid, ceil = data.draw(planes), data.draw(st.booleans())
     kernel = data.draw(st.sampled_from([(2, 2), (3, 3), (3, 2)]))
     stride = data.draw(st.sampled_from([(2, 2), (1, 2), (3, 2)]))
     padding = data.draw(st.sampled_from([(0, 0), (1, 1), (1, 0)]))
@@ -306,9 +267,7 @@ def test_the_places_of_the_largest_are_those_of_torch() -> None:
         assert index.dtype is ttnn.uint16
         for number, found in enumerate((values, index)):
             check_each(
-                found,
-                lambda p, n=number: flat(F.max_pool2d(pictures(p, 2, 6, 5), 3, 2, 1, return_indices=True)[n]),
-                x,
+                found, lambda p, n=number: flat(F.max_pool2d(pictures(p, 2, 6, 5), 3, 2, 1, return_indices=True)[n]), x
             )
 
 
@@ -317,16 +276,14 @@ def test_padding_of_pools_may_differ_by_side() -> None:
         x = random_tensor(mesh, (1, 1, 25, 3), [True, False])
         found = ttnn.max_pool2d(x, 1, 5, 5, 3, [2, 2], [2, 2], [1, 0, 0, 1], [1, 1], dtype=ttnn.float32)
         check_each(
-            found,
-            lambda p: flat(F.max_pool2d(F.pad(pictures(p, 1, 5, 5), (0, 1, 1, 0), value=-torch.inf), 2, 2)),
-            x,
+            found, lambda p: flat(F.max_pool2d(F.pad(pictures(p, 1, 5, 5), (0, 1, 1, 0), value=-torch.inf), 2, 2)), x
         )
 
 
 @given(data=st.data())
 @LIGHT
 def test_adaptive_and_global_pools_and_larger_pictures_are_torchs(data: st.DataObject) -> None:
-    grid, size = data.draw(grids), data.draw(st.sampled_from([(1, 1), (3, 2), (7, 5)]))
+    grid, size = data.draw(planes), data.draw(st.sampled_from([(1, 1), (3, 2), (7, 5)]))
     with mesh_of(grid) as mesh:
         x = random_tensor(mesh, (1, 1, 2 * 7 * 6, 3), data.draw(alike_for(grid)))
         mean = ttnn.adaptive_avg_pool2d(x, 2, 7, 6, 3, size)
@@ -355,7 +312,7 @@ def test_adaptive_and_global_pools_and_larger_pictures_are_torchs(data: st.DataO
 @given(data=st.data())
 @LIGHT
 def test_labels_of_pooling_make_up_the_op_on_wholes(data: st.DataObject) -> None:
-    grid = data.draw(grids)
+    grid = data.draw(planes)
     placements = data.draw(placements_for(grid, [0, 3], terms=False))
     whole = torch.randn(12, 4, 4, 12)
     with mesh_of(grid) as mesh:
@@ -384,10 +341,7 @@ def test_patches_become_channels() -> None:
         w = of_block(mesh, matrix[None, None], [R, R], layout=ttnn.TILE_LAYOUT)
         found = ttnn.matmul(folded, w)
         check_each(
-            found,
-            lambda p: F.conv2d(p.permute(0, 3, 1, 2), kernels, stride=2).permute(0, 2, 3, 1),
-            x,
-            close=1e-4,
+            found, lambda p: F.conv2d(p.permute(0, 3, 1, 2), kernels, stride=2).permute(0, 2, 3, 1), x, close=1e-4
         )
 
 

@@ -294,10 +294,7 @@ CALLS = {
         lambda d, x, w, v: d.linear(x, w, bias=v, activation="gelu"),
         lambda x, w, v: torch.nn.functional.gelu(x @ w + v),
     ),
-    "matmul_turned": (
-        lambda d, x, w, v: d.matmul(w, x, transpose_a=True, transpose_b=True),
-        lambda x, w, v: w.T @ x.T,
-    ),
+    "matmul_turned": (lambda d, x, w, v: d.matmul(w, x, transpose_a=True, transpose_b=True), lambda x, w, v: w.T @ x.T),
     "add": (lambda d, x, w, v: d.add(x, x, activations=["relu"]), lambda x, w, v: torch.relu(x + x)),
     "add_row": (lambda d, x, w, v: d.add(w, v), lambda x, w, v: w + v),
     "multiply": (lambda d, x, w, v: d.multiply(d.multiply(w, v), 0.5), lambda x, w, v: w * v * 0.5),

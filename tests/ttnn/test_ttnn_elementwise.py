@@ -13,25 +13,8 @@ from meshloom import ttnn
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.ops.activations import UNARY
 from meshloom.ttnn.ops.calling import TABLE
-from ttnn_cases import (
-    DTYPES,
-    GRIDS,
-    P,
-    R,
-    S,
-    blocks,
-    check_claim,
-    check_op,
-    check_parts,
-    cuts,
-    distributed,
-    each_device,
-    grids,
-    label,
-    mesh,
-    shapes,
-    tensor_of,
-)
+from ttnn_cases import check_claim, check_op, check_parts, distributed, each_device, label, mesh, tensor_of
+from ttnn_draws import DTYPES, GRIDS, P, R, S, blocks, cuts, grids, shapes
 
 # Values of the parameters that an op asks for.
 ASKED: dict[str, tuple[Any, ...]] = {

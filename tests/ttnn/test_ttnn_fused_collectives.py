@@ -11,7 +11,8 @@ from torch.nn import functional as F
 import meshloom as loom
 from meshloom import ttnn
 from meshloom.errors import OperandError, UnsupportedError
-from ttnn_cases import P, R, S, composed, distributed, held, label, mesh, tensor_of
+from ttnn_cases import composed, distributed, held, label, mesh, tensor_of
+from ttnn_draws import P, R, S
 
 EXPERIMENTAL = ttnn.experimental
 GRIDS = [((1, 1), 1), ((1, 4), 1), ((2, 2), 0), ((2, 2), 1)]

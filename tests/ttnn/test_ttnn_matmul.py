@@ -11,23 +11,8 @@ from torch.nn import functional as F
 
 from meshloom import ttnn
 from meshloom.errors import OperandError
-from ttnn_cases import (
-    DTYPES,
-    Grid,
-    P,
-    R,
-    S,
-    blocks,
-    check_claim,
-    check_op,
-    check_parts,
-    cuts,
-    distributed,
-    each_device,
-    grids,
-    label,
-    tensor_of,
-)
+from ttnn_cases import check_claim, check_op, check_parts, distributed, each_device, label, tensor_of
+from ttnn_draws import DTYPES, Grid, P, R, S, blocks, cuts, grids
 
 
 @settings(max_examples=60, deadline=None)
@@ -84,14 +69,7 @@ def test_the_strategies_of_a_sharded_product() -> None:
     def product(p: Any, q: Any) -> Any:
         return ttnn.matmul(distributed(a, grid, [p]), distributed(b, grid, [q], seed=1))
 
-    for p, q, wanted in (
-        (S(0), R, S(0)),
-        (R, S(1), S(1)),
-        (S(1), S(0), P()),
-        (R, R, R),
-        (P(), R, P()),
-        (R, P(), P()),
-    ):
+    for p, q, wanted in ((S(0), R, S(0)), (R, S(1), S(1)), (S(1), S(0), P()), (R, R, R), (P(), R, P()), (R, P(), P())):
         found = product(p, q)
         assert label(found) == [wanted] and check_claim(found, a @ b)
     for p, q in ((S(0), S(1)), (P(), P()), (P(), S(1))):

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from meshloom import ttnn
 from meshloom.errors import ArgumentError, OperandError, UnsupportedError
-from ttnn_cases import P, R, S, distributed, held, label, mesh, tensor_of
+from ttnn_cases import distributed, held, label, mesh, tensor_of
+from ttnn_draws import P, R, S
 from ttnn_op_cases import DTYPES, Case, OpCases
 
 EXPERIMENTAL = ttnn.experimental
@@ -137,12 +138,7 @@ CASES = [
         lambda *given: EXPERIMENTAL.fused_msda(*given, SHAPES),
         deformable,
         MSDA,
-        [
-            "S(0), S(0), S(0) -> S(0)",
-            "R, S(1), S(1) -> S(1)",
-            "S(2), S(2), S(2) -> S(2)",
-            "P(sum), R, R -> P(sum)",
-        ],
+        ["S(0), S(0), S(0) -> S(0)", "R, S(1), S(1) -> S(1)", "S(2), S(2), S(2) -> S(2)", "P(sum), R, R -> P(sum)"],
         ["float", "positive"],
         coarse=(3e-2, 6e-2),
     ),

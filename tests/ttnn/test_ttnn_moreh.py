@@ -9,7 +9,8 @@ import torch
 
 from meshloom import ttnn
 from meshloom.errors import ArgumentError, OperandError
-from ttnn_cases import P, R, S, check_claim, check_op, check_parts, distributed, each_device, tensor_of
+from ttnn_cases import check_claim, check_op, check_parts, distributed, each_device, tensor_of
+from ttnn_draws import P, R, S
 
 GRID = (2, 2)
 
@@ -139,14 +140,7 @@ def test_steps_of_sgd_are_torchs(nesterov: bool) -> None:
     p, moving = x, None
     for number, grad in enumerate(grads):
         p, moving = ttnn.moreh_sgd(
-            p,
-            grad,
-            moving,
-            lr=0.1,
-            momentum=0.9,
-            weight_decay=0.1,
-            nesterov=nesterov,
-            momentum_initialized=number > 0,
+            p, grad, moving, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=nesterov, momentum_initialized=number > 0
         )
     check_parts(p, each_device(steps, x, *grads))
 

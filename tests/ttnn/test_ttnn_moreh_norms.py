@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from meshloom import ttnn
 from meshloom.errors import ArgumentError, OperandError
-from ttnn_cases import P, R, S, check_parts, distributed, each_device, label, tensor_of
+from ttnn_cases import check_parts, distributed, each_device, label, tensor_of
+from ttnn_draws import P, R, S
 from ttnn_op_cases import Case, OpCases
 
 X = (2, 4, 2, 6)
@@ -125,13 +126,7 @@ CASES = [
         ["S(0), S(0), R -> S(0), P(sum), P(sum)", "S(1), S(1), R -> S(1), P(sum), P(sum)"],
         coarse=(5e-2, 8e-2),  # mean and deviation are rounded in between
     ),
-    Case(
-        "moreh_group_norm",
-        group_norm,
-        torch_group_norm,
-        [X, CHANNELS, CHANNELS],
-        ["S(0), R, R -> S(0), S(2), S(2)"],
-    ),
+    Case("moreh_group_norm", group_norm, torch_group_norm, [X, CHANNELS, CHANNELS], ["S(0), R, R -> S(0), S(2), S(2)"]),
     Case(
         "moreh_group_norm_backward",
         group_norm_backward,

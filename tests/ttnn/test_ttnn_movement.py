@@ -11,29 +11,11 @@ from hypothesis import assume, given, settings, strategies as st
 
 from meshloom import ttnn
 from meshloom.errors import OperandError
-from ttnn_parts import (
-    GRIDS,
-    NoWhole,
-    P,
-    R,
-    S,
-    alike_for,
-    check_each,
-    check_whole,
-    composed,
-    cuts_of,
-    distributed,
-    grids,
-    mesh_of,
-    of_block,
-    part,
-    placements_for,
-    places,
-    random_tensor,
-)
+from ttnn_draws import PLANES, UNKNOWN, P, R, S, alike_for, cuts_of, placements_for, planes
+from ttnn_meshes import mesh_of
+from ttnn_parts import NoWhole, check_each, check_whole, composed, distributed, of_block, part, places, random_tensor
 
 LIGHT = settings(max_examples=25, deadline=None)
-UNKNOWN = P("unknown")
 
 
 # every device alone
@@ -51,17 +33,11 @@ ONE = {
     "unsqueeze at the end": (lambda x: ttnn.unsqueeze(x, -1), lambda x: x.unsqueeze(-1)),
     "repeat": (lambda x: ttnn.repeat(x, (1, 2, 1, 3)), lambda x: x.repeat(1, 2, 1, 3)),
     "repeat with new dims": (lambda x: ttnn.repeat(x, (2, 1, 1, 1, 1)), lambda x: x.repeat(2, 1, 1, 1, 1)),
-    "repeat_interleave": (
-        lambda x: ttnn.repeat_interleave(x, 2, -2),
-        lambda x: x.repeat_interleave(2, -2),
-    ),
+    "repeat_interleave": (lambda x: ttnn.repeat_interleave(x, 2, -2), lambda x: x.repeat_interleave(2, -2)),
     "roll": (lambda x: ttnn.roll(x, [1, -2], [0, 3]), lambda x: x.roll([1, -2], [0, 3])),
     "roll of all": (lambda x: ttnn.roll(x, 5), lambda x: x.roll(5)),
     "slice": (lambda x: ttnn.slice(x, [0, 1, 0, 2], [2, 3, 4, 6]), lambda x: x[0:2, 1:3, :, 2:6]),
-    "slice in steps": (
-        lambda x: ttnn.slice(x, [0, 0, 0, 0], [2, 3, 4, 6], [1, 2, 1, 3]),
-        lambda x: x[:, ::2, :, ::3],
-    ),
+    "slice in steps": (lambda x: ttnn.slice(x, [0, 0, 0, 0], [2, 3, 4, 6], [1, 2, 1, 3]), lambda x: x[:, ::2, :, ::3]),
     "slice from the end": (lambda x: ttnn.slice(x, [0, 0, -2, 0], [2, 3, 4, -1]), lambda x: x[:, :, -2:, :-1]),
     "narrow": (lambda x: ttnn.narrow(x, 2, 1, 2), lambda x: x.narrow(2, 1, 2)),
     "pad": (
@@ -82,15 +58,9 @@ ONE = {
         lambda x: ttnn.concat([x, x], 3, groups=2),
         lambda x: torch.cat([x[..., :3], x[..., :3], x[..., 3:], x[..., 3:]], -1),
     ),
-    "fold": (
-        lambda x: ttnn.fold(x, 3, 2),
-        lambda x: x.reshape(2, 1, 3, 2, 2, 6).transpose(2, 3).reshape(2, 1, 2, 36),
-    ),
+    "fold": (lambda x: ttnn.fold(x, 3, 2), lambda x: x.reshape(2, 1, 3, 2, 2, 6).transpose(2, 3).reshape(2, 1, 2, 36)),
     "transpose_rm": (lambda x: ttnn.experimental.transpose_rm(x), lambda x: x.transpose(-1, -2)),
-    "rotate_half": (
-        lambda x: ttnn.experimental.rotate_half(x),
-        lambda x: torch.cat([-x[..., 3:], x[..., :3]], -1),
-    ),
+    "rotate_half": (lambda x: ttnn.experimental.rotate_half(x), lambda x: torch.cat([-x[..., 3:], x[..., :3]], -1)),
 }
 
 
@@ -99,7 +69,7 @@ ONE = {
 @settings(max_examples=6, deadline=None)
 def test_every_device_moves_its_own_elements_as_torch_does(name: str, data: st.DataObject) -> None:
     ours, torchs = ONE[name]
-    grid = data.draw(grids)
+    grid = data.draw(planes)
     with mesh_of(grid) as mesh:
         x = random_tensor(mesh, (2, 3, 4, 6), data.draw(alike_for(grid)))
         before = x.block.clone()
@@ -128,7 +98,7 @@ def test_the_loop_oracle_sees_one_wrong_device() -> None:
 @given(data=st.data())
 @LIGHT
 def test_operands_that_differ_on_different_axes_are_joined(data: st.DataObject) -> None:
-    grid = data.draw(grids)
+    grid = data.draw(planes)
     with mesh_of(grid) as mesh:
         a, b = (random_tensor(mesh, (2, n, 4), data.draw(alike_for(grid))) for n in (3, 2))
         check_each(ttnn.concat([a, b], 1), lambda x, y: torch.cat([x, y], 1), a, b)
@@ -139,7 +109,7 @@ def test_operands_that_differ_on_different_axes_are_joined(data: st.DataObject) 
 @given(data=st.data())
 @LIGHT
 def test_gather_and_scatter_use_every_devices_own_numbers(data: st.DataObject) -> None:
-    grid, dim = data.draw(grids), data.draw(st.integers(-3, 2))
+    grid, dim = data.draw(planes), data.draw(st.integers(-3, 2))
     with mesh_of(grid) as mesh:
         x, source = (random_tensor(mesh, (3, 4, 5), data.draw(alike_for(grid))) for _ in range(2))
         index = random_tensor(mesh, (3, 4, 5), data.draw(alike_for(grid)), high=(3, 4, 5)[dim])
@@ -158,7 +128,7 @@ def test_gather_and_scatter_use_every_devices_own_numbers(data: st.DataObject) -
 @given(data=st.data())
 @LIGHT
 def test_embedding_reads_rows_of_every_devices_own_table(data: st.DataObject) -> None:
-    grid = data.draw(grids)
+    grid = data.draw(planes)
     with mesh_of(grid) as mesh:
         table = random_tensor(mesh, (7, 4), data.draw(alike_for(grid)), ttnn.bfloat16)
         index = random_tensor(mesh, (2, 5), data.draw(alike_for(grid)), ttnn.uint32, high=7)
@@ -171,7 +141,7 @@ def test_embedding_reads_rows_of_every_devices_own_table(data: st.DataObject) ->
 @given(data=st.data())
 @LIGHT
 def test_the_gradient_of_a_table_sums_over_uses(data: st.DataObject) -> None:
-    grid = data.draw(grids)
+    grid = data.draw(planes)
     with mesh_of(grid) as mesh:
         table = random_tensor(mesh, (7, 4), [True] * len(grid))
         index = random_tensor(mesh, (2, 5), data.draw(alike_for(grid)), ttnn.uint32, high=7)
@@ -189,7 +159,7 @@ def test_the_gradient_of_a_table_sums_over_uses(data: st.DataObject) -> None:
 @given(data=st.data())
 @LIGHT
 def test_other_ops_by_number_are_those_of_torch(data: st.DataObject) -> None:
-    grid = data.draw(grids)
+    grid = data.draw(planes)
     with mesh_of(grid) as mesh:
         x = random_tensor(mesh, (4, 3, 5), data.draw(alike_for(grid)))
         rows = random_tensor(mesh, (2,), data.draw(alike_for(grid)), ttnn.uint32, high=3)
@@ -215,7 +185,7 @@ def test_other_ops_by_number_are_those_of_torch(data: st.DataObject) -> None:
 @given(data=st.data())
 @LIGHT
 def test_slices_by_tensors_begin_where_every_device_says(data: st.DataObject) -> None:
-    grid = data.draw(grids)
+    grid = data.draw(planes)
     with mesh_of(grid) as mesh:
         x = random_tensor(mesh, (2, 8), data.draw(alike_for(grid)))
         first = random_tensor(mesh, (2,), data.draw(alike_for(grid)), high=1)
@@ -298,11 +268,7 @@ def test_parts_go_over_cores_and_back() -> None:
     with mesh_of((1, 2)) as mesh:
         x = random_tensor(mesh, (1, 1, 64, 32), [True, False], ttnn.bfloat16, ttnn.TILE_LAYOUT)
         spread = ttnn.interleaved_to_sharded(
-            x,
-            ttnn.CoreCoord(2, 1),
-            [32, 32],
-            ttnn.TensorMemoryLayout.HEIGHT_SHARDED,
-            ttnn.ShardOrientation.ROW_MAJOR,
+            x, ttnn.CoreCoord(2, 1), [32, 32], ttnn.TensorMemoryLayout.HEIGHT_SHARDED, ttnn.ShardOrientation.ROW_MAJOR
         )
         assert spread.memory_config().is_sharded() and torch.equal(spread.block, x.block)
         again = ttnn.interleaved_to_sharded(x, spread.memory_config(), ttnn.bfloat8_b)
@@ -392,7 +358,7 @@ MOVES: dict[str, tuple[Any, Any, tuple[int, ...]]] = {  # ours, torch's on the w
 @settings(max_examples=12, deadline=None)
 def test_labels_make_up_the_op_on_wholes(name: str, data: st.DataObject) -> None:
     ours, torchs, fixed = MOVES[name]
-    grid = data.draw(grids)
+    grid = data.draw(planes)
     placements = data.draw(placements_for(grid, [dim for dim in range(4) if dim not in fixed]))
     whole = torch.randn(12, 12, 12, 12)
     with mesh_of(grid) as mesh:
@@ -439,7 +405,7 @@ def _factored(data: st.DataObject, size: int) -> list[int]:
 @settings(max_examples=120, deadline=None)
 def test_a_reshape_is_labelled_as_a_reshape_of_the_whole_or_not_at_all(data: st.DataObject) -> None:
     """A reshape keeps the order of elements, so the whole of the result is that of the operand, element by element."""
-    grid = data.draw(grids)
+    grid = data.draw(planes)
     shape = data.draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=4))
     placements = data.draw(placements_for(grid, range(len(shape))))
     whole = torch.randn([size * cuts_of(grid, placements, dim) for dim, size in enumerate(shape)])
@@ -492,7 +458,7 @@ def test_squeezing_a_cut_dim_joins_it_with_the_next() -> None:
 @given(data=st.data())
 @LIGHT
 def test_labels_of_embedding_make_up_the_lookup_of_wholes(data: st.DataObject) -> None:
-    grid = data.draw(grids)
+    grid = data.draw(planes)
     of_index = data.draw(placements_for(grid, [0, 1], terms=False))
     of_table = data.draw(placements_for(grid, [1]))
     table, index = torch.randn(9, 12), torch.randint(0, 9, (12, 12))
@@ -516,7 +482,7 @@ def test_a_table_cut_at_its_rows_makes_no_whole() -> None:
 @given(data=st.data())
 @LIGHT
 def test_what_different_cuts_make_is_told_or_not_told_never_wrong(data: st.DataObject) -> None:
-    grid = data.draw(grids)
+    grid = data.draw(planes)
     ways = [data.draw(placements_for(grid, [0, 1])) for _ in range(2)]
     with mesh_of(grid) as mesh:
         wholes = [torch.randn(12, 12, 3), torch.randn(12, 12, 3)]
@@ -540,7 +506,7 @@ def test_terms_with_something_else_than_zero_around_them_make_no_whole() -> None
         assert ttnn.concat([x, other], 0).tensor_topology().placements() == [R, UNKNOWN]
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", PLANES)
 def test_what_is_alike_is_stored_once(grid: tuple[int, ...]) -> None:
     with mesh_of(grid) as mesh:
         x = random_tensor(mesh, (2, 3), [True] * len(grid))

@@ -175,13 +175,9 @@ def test_a_fallback_function_is_torchs_on_tensors_of_ttnn(mesh):
 def test_a_group_norm_is_asked_where_its_input_should_lie_and_runs_there(open_mesh, height, channels, groups, rows):
     device = open_mesh(1, 1)
     for row_major in (False, True):
+        sizes = {"num_channels": channels, "num_groups": groups, "input_nhw": rows}
         memory, grid = ttnn.determine_expected_group_norm_sharded_config_and_grid_size(
-            device=device,
-            num_channels=channels,
-            num_groups=groups,
-            input_nhw=rows,
-            is_height_sharded=height,
-            is_row_major=row_major,
+            device=device, **sizes, is_height_sharded=height, is_row_major=row_major
         )
         spec = memory.shard_spec
         across = ttnn.get_group_norm_cores_across_channel(memory.memory_layout, grid, spec.orientation)

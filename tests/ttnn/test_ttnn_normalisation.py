@@ -11,23 +11,8 @@ from torch.nn import functional as F
 
 from meshloom import ttnn
 from meshloom.errors import OperandError
-from ttnn_cases import (
-    DTYPES,
-    Grid,
-    P,
-    R,
-    S,
-    blocks,
-    check_claim,
-    check_op,
-    check_parts,
-    composed,
-    distributed,
-    each_device,
-    grids,
-    label,
-    tensor_of,
-)
+from ttnn_cases import check_claim, check_op, check_parts, composed, distributed, each_device, label, tensor_of
+from ttnn_draws import DTYPES, Grid, P, R, S, blocks, grids
 
 
 @settings(max_examples=40, deadline=None)

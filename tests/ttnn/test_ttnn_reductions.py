@@ -11,26 +11,18 @@ from hypothesis import given, settings, strategies as st
 from meshloom import ttnn
 from meshloom.errors import ArgumentError, OperandError
 from ttnn_cases import (
-    DTYPES,
-    Grid,
-    P,
-    R,
-    S,
-    blocks,
     check_claim,
     check_op,
     check_parts,
     composed,
-    cuts,
     distributed,
     each_device,
-    grids,
     held,
     label,
     mesh,
-    shapes,
     tensor_of,
 )
+from ttnn_draws import DTYPES, Grid, P, R, S, blocks, cuts, grids, shapes
 
 
 def by_dims(name: str) -> Any:

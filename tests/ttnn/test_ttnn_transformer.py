@@ -12,26 +12,11 @@ from torch.nn import functional as F
 
 from meshloom import ttnn
 from meshloom.errors import OperandError
-from ttnn_parts import (
-    NoWhole,
-    P,
-    R,
-    S,
-    alike_for,
-    check_each,
-    check_whole,
-    distributed,
-    grids,
-    mesh_of,
-    of_block,
-    part,
-    placements_for,
-    places,
-    random_tensor,
-)
+from ttnn_draws import UNKNOWN, P, R, S, alike_for, placements_for, planes
+from ttnn_meshes import mesh_of
+from ttnn_parts import NoWhole, check_each, check_whole, convolve, distributed, of_block, part, places, random_tensor
 
 LIGHT = settings(max_examples=15, deadline=None)
-UNKNOWN = P("unknown")
 
 
 def attention(q: Any, k: Any, v: Any, seen: Any = None, bias: Any = None, scale: Any = None, sink: Any = None) -> Any:
@@ -54,7 +39,7 @@ def attention(q: Any, k: Any, v: Any, seen: Any = None, bias: Any = None, scale:
 @given(data=st.data())
 @LIGHT
 def test_heads_are_split_and_put_together_as_torch_views_them(data: st.DataObject) -> None:
-    grid, q_heads, kv_heads, size = data.draw(grids), 4, data.draw(st.sampled_from([1, 2, 4])), 3
+    grid, q_heads, kv_heads, size = data.draw(planes), 4, data.draw(st.sampled_from([1, 2, 4])), 3
     with mesh_of(grid) as mesh:
         x = random_tensor(mesh, (2, 1, 5, (q_heads + 2 * kv_heads) * size), data.draw(alike_for(grid)))
         turned = data.draw(st.booleans())
@@ -89,7 +74,7 @@ def test_split_query_key_value_gives_the_shapes_of_the_original() -> None:
 @given(data=st.data())
 @LIGHT
 def test_heads_of_one_token_are_laid_out_by_user(data: st.DataObject) -> None:
-    grid = data.draw(grids)
+    grid = data.draw(planes)
     with mesh_of(grid) as mesh:
         x = random_tensor(mesh, (1, 1, 3, 8 * 5), data.draw(alike_for(grid)))
         q, k, v = ttnn.experimental.nlp_create_qkv_heads_decode(x, num_heads=4, num_kv_heads=2)
@@ -121,7 +106,7 @@ def test_a_cut_of_the_hidden_width_becomes_a_cut_of_heads_and_back() -> None:
 @given(data=st.data())
 @LIGHT
 def test_labels_of_heads_put_together_make_up_the_op_on_wholes(data: st.DataObject) -> None:
-    grid = data.draw(grids)
+    grid = data.draw(planes)
     placements = data.draw(placements_for(grid, [0, 1, 2]))
     whole = torch.randn(12, 12, 12, 3)
     with mesh_of(grid) as mesh:
@@ -158,7 +143,7 @@ def everywhere(mesh: Any, values: torch.Tensor, dtype: Any = None) -> Any:
 @given(data=st.data())
 @LIGHT
 def test_rotary_embedding_of_halves_is_a_complex_product(data: st.DataObject) -> None:
-    grid = data.draw(grids)
+    grid = data.draw(planes)
     with mesh_of(grid) as mesh:
         x = random_tensor(mesh, (2, 3, 5, 8), data.draw(alike_for(grid)))
         angles = angles_of(9, 8)
@@ -175,7 +160,7 @@ def test_rotary_embedding_of_halves_is_a_complex_product(data: st.DataObject) ->
 @given(data=st.data())
 @LIGHT
 def test_rotary_embedding_by_a_matrix_is_a_complex_product_of_neighbours(data: st.DataObject) -> None:
-    grid = data.draw(grids)
+    grid = data.draw(planes)
     with mesh_of(grid) as mesh:
         angles = angles_of(9, 64)
         cos, sin = (f(angles).repeat_interleave(2, -1)[None, None] for f in (torch.cos, torch.sin))
@@ -222,7 +207,7 @@ def test_rotation_of_terms_and_of_cut_heads_is_labelled() -> None:
 @given(data=st.data())
 @LIGHT
 def test_attention_is_softmax_of_products(data: st.DataObject) -> None:
-    grid, kv_heads = data.draw(grids), data.draw(st.sampled_from([1, 2, 4]))
+    grid, kv_heads = data.draw(planes), data.draw(st.sampled_from([1, 2, 4]))
     with mesh_of(grid) as mesh:
         q = random_tensor(mesh, (2, 4, 6, 5), data.draw(alike_for(grid)))
         k, v = (random_tensor(mesh, (2, kv_heads, 6, 5), data.draw(alike_for(grid))) for _ in range(2))
@@ -288,7 +273,7 @@ def test_joint_attention_is_attention_of_both_sequences() -> None:
 @given(data=st.data())
 @LIGHT
 def test_labels_of_attention_make_up_the_op_on_wholes(data: st.DataObject) -> None:
-    grid = data.draw(grids)
+    grid = data.draw(planes)
     ways = [data.draw(placements_for(grid, [0, 1])) for _ in range(2)]
     way = ways[data.draw(st.integers(0, 1))]
     wholes = [torch.randn(12, 12, 4, 3) for _ in range(3)]
@@ -356,7 +341,7 @@ def test_attention_that_makes_no_sense_is_refused() -> None:
 @given(data=st.data())
 @LIGHT
 def test_decoding_sees_the_cache_up_to_its_own_position(data: st.DataObject) -> None:
-    grid, kv_heads = data.draw(grids), data.draw(st.sampled_from([1, 2, 4]))
+    grid, kv_heads = data.draw(planes), data.draw(st.sampled_from([1, 2, 4]))
     window = data.draw(st.sampled_from([None, 3]))
     with mesh_of(grid) as mesh:
         q = random_tensor(mesh, (1, 3, 4, 5), data.draw(alike_for(grid)))
@@ -448,7 +433,7 @@ def _pages(mesh: Any, users: int, each: int, spare: int = 0) -> Any:
 @given(data=st.data())
 @settings(max_examples=8, deadline=None)
 def test_a_paged_cache_decodes_as_a_dense_one_step_by_step(data: st.DataObject) -> None:
-    grid, kv_heads = data.draw(grids), data.draw(st.sampled_from([1, 2]))
+    grid, kv_heads = data.draw(planes), data.draw(st.sampled_from([1, 2]))
     users, page, count, size = 3, 4, 3, 5
     with mesh_of(grid) as mesh:
         axes = len(grid)
@@ -488,7 +473,7 @@ def test_a_paged_cache_decodes_as_a_dense_one_step_by_step(data: st.DataObject) 
 @given(data=st.data())
 @settings(max_examples=8, deadline=None)
 def test_a_prompt_in_pages_is_seen_by_chunks_as_a_whole(data: st.DataObject) -> None:
-    grid = data.draw(grids)
+    grid = data.draw(planes)
     users, page, count, size, length = 2, 4, 3, 5, 11
     with mesh_of(grid) as mesh:
         table = _pages(mesh, users, count)
@@ -621,7 +606,7 @@ def test_a_round_cache_holds_the_newest_positions() -> None:
 @given(data=st.data())
 @LIGHT
 def test_fill_and_update_write_in_place(data: st.DataObject) -> None:
-    grid, dtype = data.draw(grids), data.draw(st.sampled_from([ttnn.float32, ttnn.bfloat16]))
+    grid, dtype = data.draw(planes), data.draw(st.sampled_from([ttnn.float32, ttnn.bfloat16]))
     with mesh_of(grid) as mesh:
         cache = everywhere(mesh, torch.zeros(3, 2, 8, 4), dtype)
         address = cache.buffer_address()
@@ -749,8 +734,7 @@ def test_sampling_draws_by_probability_and_never_outside_of_k_and_p() -> None:
 @given(data=st.data())
 @LIGHT
 def test_products_shaped_for_decoding_are_products(data: st.DataObject) -> None:
-    grid = data.draw(grids)
-    with mesh_of(grid) as mesh:
+    with mesh_of(grid := data.draw(planes)) as mesh:
         a = random_tensor(mesh, (1, 4, 3, 5), data.draw(alike_for(grid)))
         b = random_tensor(mesh, (3, 1, 5, 6), data.draw(alike_for(grid)))
         one = ttnn.experimental.attn_matmul(a, b, compute_with_storage_grid_size=ttnn.CoreCoord(8, 8))
@@ -758,10 +742,7 @@ def test_products_shaped_for_decoding_are_products(data: st.DataObject) -> None:
         c = random_tensor(mesh, (3, 2, 5, 6), data.draw(alike_for(grid)))
         groups = ttnn.experimental.group_attn_matmul(a, c, compute_with_storage_grid_size=ttnn.CoreCoord(8, 8))
         check_each(
-            groups,
-            lambda x, y: (x.transpose(0, 2) @ y.repeat_interleave(2, 1)).transpose(0, 2),
-            *(a, c),
-            close=1e-5,
+            groups, lambda x, y: (x.transpose(0, 2) @ y.repeat_interleave(2, 1)).transpose(0, 2), *(a, c), close=1e-5
         )
 
 
@@ -802,18 +783,8 @@ def _block_of_a_model(mesh: Any, given: dict[str, Any]) -> list[Any]:
     seen = ttnn.transformer.scaled_dot_product_attention(q, k, v, attention_sink=given["sink"])
     flat = ttnn.experimental.nlp_concat_heads(seen)
     pictures = ttnn.permute(ttnn.concat([flat, ttnn.roll(flat, 1, 2)], 1), (0, 2, 3, 1))
-    convolved = ttnn.conv2d(
-        input_tensor=pictures,
-        weight_tensor=given["kernels"],
-        device=mesh,
-        in_channels=2,
-        out_channels=3,
-        batch_size=1,
-        input_height=4,
-        input_width=8,
-        kernel_size=(3, 3),
-        padding=(1, 1),
-    )
+    sizes = {"batch_size": 1, "input_height": 4, "input_width": 8, "kernel_size": (3, 3), "padding": (1, 1)}
+    convolved = convolve(ttnn.conv2d, mesh, pictures, given["kernels"], (2, 3), **sizes)
     pooled = ttnn.max_pool2d(convolved, 1, 4, 8, 3, [2, 2], [2, 2], [0, 0], [1, 1], dtype=ttnn.float32)
     return [flat, pooled, *ttnn.split(pooled, 1, dim=3)]
 

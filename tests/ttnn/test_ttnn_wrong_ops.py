@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from meshloom import ttnn
 from meshloom.errors import ArgumentError, OperandError, OutOfMemoryError
 from ttnn_cases import cores
-from ttnn_parts import S, of_block, part, places
+from ttnn_draws import S
+from ttnn_parts import convolve, of_block, part, places
 
 
 @pytest.fixture
@@ -41,23 +42,21 @@ HEIGHT, WIDTH, BLOCK = (
 # convolutions and pools
 
 
-def convolve(mesh: Any, x: Any, channels: int = 64, outs: int = 32, **how: Any) -> Any:
+def convolve_picture(mesh: Any, x: Any, channels: int = 64, outs: int = 32, **how: Any) -> Any:
     weight = ttnn.from_torch(torch.randn(outs, channels, 3, 3), dtype=ttnn.float32)
-    sizes = {"batch_size": 1, "input_height": 16, "input_width": 16, "in_channels": channels, "out_channels": outs}
-    return ttnn.conv2d(
-        input_tensor=x, weight_tensor=weight, device=mesh, kernel_size=(3, 3), padding=(1, 1), **sizes, **how
-    )
+    sizes = {"batch_size": 1, "input_height": 16, "input_width": 16, "kernel_size": (3, 3), "padding": (1, 1)}
+    return convolve(ttnn.conv2d, mesh, x, weight, (channels, outs), **sizes, **how)
 
 
 def test_a_convolution_of_a_height_sharded_input_keeps_its_cores(mesh: Any) -> None:
     x = on(mesh, torch.randn(1, 1, 256, 64), memory_config=sharded(HEIGHT, cores(4, 1), 64, 64))
-    found = convolve(mesh, x).memory_config()
+    found = convolve_picture(mesh, x).memory_config()
     assert found == sharded(HEIGHT, cores(4, 1), 64, 32)
 
 
 def test_a_convolution_of_a_block_sharded_input_has_cores_for_its_own_channels(mesh: Any) -> None:
     x = on(mesh, torch.randn(1, 1, 256, 64), memory_config=sharded(BLOCK, cores(2, 4), 64, 32))
-    assert convolve(mesh, x, outs=96).memory_config() == sharded(BLOCK, cores(3, 4), 64, 32)
+    assert convolve_picture(mesh, x, outs=96).memory_config() == sharded(BLOCK, cores(3, 4), 64, 32)
 
 
 @pytest.mark.parametrize(
@@ -70,41 +69,24 @@ def test_a_convolution_of_a_block_sharded_input_has_cores_for_its_own_channels(m
 )
 def test_a_convolution_with_a_shard_layout_gives_a_sharded_output(mesh: Any, layout: Any, expected: Any) -> None:
     x = on(mesh, torch.randn(1, 1, 256, 64))
-    made = convolve(mesh, x, outs=160, conv_config=ttnn.Conv2dConfig(shard_layout=layout))
+    made = convolve_picture(mesh, x, outs=160, conv_config=ttnn.Conv2dConfig(shard_layout=layout))
     assert made.memory_config() == expected and made.is_allocated()
-    assert convolve(mesh, x).memory_config() == ttnn.DRAM_MEMORY_CONFIG
+    assert convolve_picture(mesh, x).memory_config() == ttnn.DRAM_MEMORY_CONFIG
     slices = ttnn.Conv2dSliceConfig(slice_type=ttnn.Conv2dSliceConfig.DRAMSliceHeight, num_slices=2)
-    in_slices = convolve(mesh, x, conv_config=ttnn.Conv2dConfig(shard_layout=layout), slice_config=slices)
+    in_slices = convolve_picture(mesh, x, conv_config=ttnn.Conv2dConfig(shard_layout=layout), slice_config=slices)
     assert in_slices.memory_config() == ttnn.DRAM_MEMORY_CONFIG
 
 
 def test_conv1d_and_conv_transpose2d_shard_their_outputs_too(mesh: Any) -> None:
     config = ttnn.Conv2dConfig(shard_layout=HEIGHT)
-    line = ttnn.conv1d(
-        input_tensor=on(mesh, torch.randn(1, 64, 32)),
-        weight_tensor=ttnn.from_torch(torch.randn(16, 32, 3)),
-        device=mesh,
-        in_channels=32,
-        out_channels=16,
-        batch_size=1,
-        input_length=64,
-        kernel_size=3,
-        padding=1,
-        conv_config=config,
-    )
+    x, weights = on(mesh, torch.randn(1, 64, 32)), ttnn.from_torch(torch.randn(16, 32, 3))
+    how = {"batch_size": 1, "input_length": 64, "kernel_size": 3, "padding": 1, "conv_config": config}
+    line = convolve(ttnn.conv1d, mesh, x, weights, (32, 16), **how)
     assert line.memory_config() == sharded(HEIGHT, cores(2, 1), 32, 32)
-    grown = ttnn.conv_transpose2d(
-        input_tensor=on(mesh, torch.randn(1, 1, 64, 32), memory_config=sharded(HEIGHT, cores(2, 1), 32, 32)),
-        weight_tensor=ttnn.from_torch(torch.randn(32, 16, 2, 2)),
-        device=mesh,
-        in_channels=32,
-        out_channels=16,
-        batch_size=1,
-        input_height=8,
-        input_width=8,
-        kernel_size=(2, 2),
-        stride=(2, 2),
-    )
+    x = on(mesh, torch.randn(1, 1, 64, 32), memory_config=sharded(HEIGHT, cores(2, 1), 32, 32))
+    weights = ttnn.from_torch(torch.randn(32, 16, 2, 2))
+    sizes = {"batch_size": 1, "input_height": 8, "input_width": 8, "kernel_size": (2, 2), "stride": (2, 2)}
+    grown = convolve(ttnn.conv_transpose2d, mesh, x, weights, (32, 16), **sizes)
     assert grown.memory_config() == sharded(HEIGHT, cores(2, 1), 128, 32)
 
 
@@ -129,18 +111,8 @@ def test_a_convolution_moves_an_input_of_the_host(mesh: Any) -> None:
     values = torch.randn(1, 1, 256, 64)
     weight = torch.randn(32, 64, 3, 3)
     host = ttnn.from_torch(values, dtype=ttnn.float32)
-    made = ttnn.conv2d(
-        input_tensor=host,
-        weight_tensor=ttnn.from_torch(weight, dtype=ttnn.float32),
-        device=mesh,
-        in_channels=64,
-        out_channels=32,
-        batch_size=1,
-        input_height=16,
-        input_width=16,
-        kernel_size=(3, 3),
-        padding=(1, 1),
-    )
+    sizes = {"batch_size": 1, "input_height": 16, "input_width": 16, "kernel_size": (3, 3), "padding": (1, 1)}
+    made = convolve(ttnn.conv2d, mesh, host, ttnn.from_torch(weight, dtype=ttnn.float32), (64, 32), **sizes)
     assert made.device() is mesh and host.device() is None
     expected = F.conv2d(values.reshape(1, 16, 16, 64).permute(0, 3, 1, 2), weight, padding=1)
     torch.testing.assert_close(

@@ -352,9 +352,8 @@ class Job:
         tensor = self.gathered.tensors[piece.name]
         assert isinstance(tensor, Tensor)
         found = torch.empty(piece.shape, dtype=tensor.dtype)
-        end = tuple(a + size for a, size in zip(piece.start, piece.shape, strict=True))
         for extent in extents(tensor.topology):
-            first, last = tuple(map(max, piece.start, extent.start)), tuple(map(min, end, extent.stop))
+            first, last = tuple(map(max, piece.start, extent.start)), tuple(map(min, piece.stop, extent.stop))
             if all(a < b for a, b in zip(first, last, strict=True)):
                 shape = tuple(b - a for a, b in zip(first, last, strict=True))
                 at = tuple(a - s for a, s in zip(first, piece.start, strict=True))
@@ -415,7 +414,7 @@ class Job:
         source = self.sources[piece.name]
         key = piece.name
         if piece.shape != source.shape:
-            key += "[" + ", ".join(f"{a}:{a + size}" for a, size in zip(piece.start, piece.shape, strict=True)) + "]"
+            key += "[" + ", ".join(f"{a}:{b}" for a, b in zip(piece.start, piece.stop, strict=True)) + "]"
         while key in self._keys:  # a tensor may have the name of another one's piece
             key += "~"
         self._keys.add(key)

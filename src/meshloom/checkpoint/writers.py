@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from meshloom.placement import Topology, extents
+from meshloom.placement import Part, Topology, extents
 from meshloom.types import Shape, itemsize, numel
 
 SHARED = 1 << 26  # bytes; a piece that several processes hold and that is larger is cut
@@ -26,22 +26,18 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Share(Part):
     """What one rank writes of a tensor: a box of it."""
 
     name: str
-    start: Shape
-    shape: Shape
     rank: int
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Held(Part):
     """A box of a tensor, and the ranks that hold it."""
 
-    start: Shape
-    shape: Shape
     ranks: tuple[int, ...]
 
 
@@ -70,7 +66,7 @@ def assign(sources: Mapping[str, Source], count: int) -> list[Share]:
         writers[number] = min(box.ranks, key=lambda rank: (loads[rank], rank))
         if len(box.ranks) > 1:
             loads[writers[number]] += nbytes
-    return [Share(name, box.start, box.shape, writers[i], nbytes) for i, (name, box, nbytes) in enumerate(held)]
+    return [Share(box.start, box.shape, name, writers[i], nbytes) for i, (name, box, nbytes) in enumerate(held)]
 
 
 def _nbytes(source: Source, box: Held) -> int:

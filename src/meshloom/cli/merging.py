@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
+from meshloom.types import spell_numbers
+
 WAIT = 0.5  # seconds that a line waits for the other ranks, and half a line for its end
 LIMIT = 10_000  # lines that are held at most
 
@@ -156,14 +158,4 @@ def tag(ranks: Iterable[int], world: int) -> str:
     numbers = sorted(ranks)
     if len(numbers) == 1:
         return f"[rank {numbers[0]}]"
-    return f"[all {world}]" if len(numbers) == world else f"[ranks {_runs(numbers)}]"
-
-
-def _runs(numbers: list[int]) -> str:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"[all {world}]" if len(numbers) == world else f"[ranks {spell_numbers(numbers)}]"

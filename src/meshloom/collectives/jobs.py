@@ -229,22 +229,12 @@ def read_schedule(schedule: Schedule, wires: Wires, size: int) -> Sends:
     sizes = _sizes(carried, parts, size, schedule.chunks)
     devices = np.repeat(np.stack([source, destination]), more + 1, axis=1)
     reads, writes = _number_anew(devices * schedule.chunks + carried, len(wires.coordinates) * schedule.chunks)
-    combined = np.fromiter(map(attrgetter("reduce"), flat), np.bool_, len(flat))
+    reduce = np.fromiter(map(attrgetter("reduce"), flat), np.bool_, len(flat))
+    busy, delay, settle = wires.occupied(link, sizes, reduce), wires.delays(link, sizes), wires.settles(sizes, reduce)
+    ports = tuple(wires.ports[each] for each in link.tolist()) if wires.fabric.switches else ()
+    steps = np.cumsum([0, *map(len, schedule.steps)])
     return Sends(
-        steps=np.cumsum([0, *map(len, schedule.steps)]),
-        parts=parts,
-        source=source,
-        destination=destination,
-        link=link,
-        chunk=chunk,
-        reduce=combined,
-        size=sizes,
-        busy=wires.occupied(link, sizes, combined),
-        delay=wires.delays(link, sizes),
-        settle=wires.settles(sizes, combined),
-        ports=tuple(wires.ports[each] for each in link.tolist()) if wires.fabric.switches else (),
-        reads=reads,
-        writes=writes,
+        steps, parts, source, destination, link, chunk, reduce, sizes, busy, delay, settle, ports, reads, writes
     )
 
 

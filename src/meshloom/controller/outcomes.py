@@ -23,12 +23,18 @@ from meshloom.tensor.base import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class New:
-    """A result that is a new tensor: where it lies, whether it has a gradient, and of which operands."""
+class Written:
+    """Where a tensor lies after a call, whether it has a gradient, and of which operands."""
 
     topology: Topology
     is_tracked: bool
     parents: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class New(Written):
+    """A result that is a new tensor."""
+
     view_of: int | None
     same_as: int | None  # the operand whose memory it is, seen in the same way, as `detach` gives it
 
@@ -56,13 +62,10 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
-    """An operand that was written to: where it lies now, and of which operands it has a gradient."""
+class Write(Written):
+    """An operand that was written to."""
 
     place: int
-    topology: Topology
-    is_tracked: bool
-    parents: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -140,7 +143,7 @@ def decide(run: Callable[[], Any], operands: Sequence[Tensor]) -> tuple[Outcome,
         now = each._data
         if now is not data or now._version != version or each.topology is not topology:
             tracked = now.requires_grad
-            writes.append(Write(place, each.topology, tracked, reader.parents(now) if tracked else ()))
+            writes.append(Write(each.topology, tracked, reader.parents(now) if tracked else (), place))
     plans = tuple(log.calls)
     return Outcome(results, tuple(writes), len(keys), plans, tuple(log.events)), keys
 

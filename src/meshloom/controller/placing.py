@@ -14,14 +14,14 @@ from meshloom.controller.session import Data
 from meshloom.controller.tensors import ClusterLease, Deciding, RemoteTensor, make_remote
 from meshloom.controller.values import encode
 from meshloom.controller.worker import bytes_of
-from meshloom.errors import ArgumentError, GradientError, MeshError, UnsupportedError
+from meshloom.errors import ArgumentError, UnsupportedError
 from meshloom.placement import Topology, extents
 from meshloom.runtime import state
 from meshloom.tensor import collectives, creation
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.clients import HERE
 from meshloom.tensor.moving import to_dense
-from meshloom.tensor.refusals import refuse_partial_leaf
+from meshloom.tensor.refusals import refuse_moved_parameter, refuse_parameter
 
 _MAKING = frozenset(
     f"loom:{name}" for name in "full arange randn rand empty eye linspace logspace randint randperm normal".split()
@@ -138,19 +138,12 @@ def _parameter(lease: ClusterLease, function: Callable[..., Any], args: Any, kwa
         raise ArgumentError("a parameter needs a tensor", fix="loom.Parameter(torch.ones(4), mesh)")
     if not isinstance(data, RemoteTensor):
         data = creation.distribute(data.detach(), mesh, placements if placements is not None else {})
-    elif mesh is not None and data.mesh != mesh:
-        raise MeshError(
-            "a parameter was asked for on another mesh than that of its tensor",
-            tensor=data.topology,
-            asked=mesh,
-            fix="loom.Parameter(x.to_torch(), mesh, placements)",
-        )
-    elif placements is not None:
-        data = data.redistribute(placements)
-    refuse_partial_leaf(data.topology)
-    if needs and not (data.dtype.is_floating_point or data.dtype.is_complex):
-        fix = "cast it: x.float(), or give requires_grad=False"
-        raise GradientError(f"a parameter of {data.topology.dtype} has no gradient", fix=fix)
+    else:
+        if mesh is not None:
+            refuse_moved_parameter(data.topology, mesh)
+        if placements is not None:
+            data = data.redistribute(placements)
+    refuse_parameter(data.topology, needs)
     made = data.detach().requires_grad_(needs)
     made._is_param = True
     return made

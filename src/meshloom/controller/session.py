@@ -46,7 +46,6 @@ class Data:
     dtype: str
     parts: Sequence[tuple[Sequence[int], memoryview]]  # shape and bytes, for each worker
     place: dict[str, Any] | None = None  # where the parts belong on a mesh; None of a plain tensor
-    sent: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass
@@ -85,7 +84,7 @@ class _Peer:
 
     def __init__(self, number: int, connection: socket.socket) -> None:
         self.number, self.socket = number, connection
-        self.out: deque[tuple[memoryview, threading.Event | None]] = deque()
+        self.out: deque[memoryview] = deque()
         self.events = selectors.EVENT_READ
         self.status = Status(number)
         self._have = bytearray()  # the beginning of a frame
@@ -237,11 +236,6 @@ class Session:
         self._is_asleep = False
         with suppress(OSError):  # it has ended
             os.write(self._mouth, b"w")
-
-    def send_data(self, data: Data) -> None:
-        """A tensor to the workers, which is on its way when this returns."""
-        self.put(data)
-        self._await_event(data.sent)
 
     def refuse_while_capturing(self, what: str) -> None:
         """What a replay could not do again."""
@@ -400,19 +394,17 @@ class Session:
                 self._send_batch(each)
             return
         for peer in self._peers:
-            peer.out.append((frame, None))
+            peer.out.append(frame)
 
     def _send_parts(self, data: Data) -> None:
-        last = len(self._peers) - 1
-        for i, (peer, (shape, content)) in enumerate(zip(self._peers, data.parts, strict=True)):
+        for peer, (shape, content) in zip(self._peers, data.parts, strict=True):
             header = {"id": data.number, "dtype": data.dtype, "shape": list(shape), "place": data.place}
-            peer.out.append((memoryview(wire.pack(b"data", header, content.nbytes)), None))
-            peer.out.append((content, data.sent if i == last else None))
+            peer.out += (memoryview(wire.pack(b"data", header, content.nbytes)), content)
 
     def _flush(self, peer: _Peer) -> bool:
         """Send what the worker takes; whether all of it has gone."""
         while peer.out:
-            view, event = peer.out[0]
+            view = peer.out[0]
             try:
                 count = peer.socket.send(view) if view.nbytes else 0
             except BlockingIOError:
@@ -420,11 +412,9 @@ class Session:
             except OSError as error:
                 raise self._lost(peer, f"its connection ended: {error.strerror or error}", is_over=True) from None
             if count < view.nbytes:
-                peer.out[0] = (view[count:], event)
+                peer.out[0] = view[count:]
                 continue
             peer.out.popleft()
-            if event is not None:
-                event.set()
         return True
 
     def _hear(self, peer: _Peer) -> None:

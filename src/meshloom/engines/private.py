@@ -86,6 +86,11 @@ def set_group_timeout(timeout: timedelta, group: Any) -> None:
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
+def has_step_hooks(optimizer: Any) -> bool:
+    """Whether an optimizer has hooks of its own, which run before a step; torch has no question for it."""
+    return bool(optimizer._optimizer_step_pre_hooks)
+
+
 def leave_uncompiled(*attributes: Any) -> None:
     """`torch.compile` compiles neither the functions among attributes of a class nor what they call.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from meshloom.errors import FabricError, closest, expect
+from meshloom.errors import ArgumentError, FabricError, closest, expect
 from meshloom.fabric import reading
 from meshloom.fabric.axis import AxisLinks
 from meshloom.fabric.fabric import Fabric, Pair, checked_kinds, checked_shape
@@ -309,6 +309,29 @@ def preset(name: str) -> Preset:
 def _read_shipped(name: str) -> Preset:
     file = _folder() / f"{name}.toml"
     return read_preset(file.read_text(encoding="utf-8"), file=f"{name}.toml", name=name)
+
+
+def as_machine(given: str | Machine | Preset) -> Machine:
+    """A machine; a preset, or the name of one, says which.
+
+    >>> as_machine("galaxy") == preset("galaxy").machine()
+    True
+    """
+    found = preset(given) if isinstance(given, str) else given
+    found = found.machine() if isinstance(found, Preset) else found
+    if not isinstance(found, Machine):
+        raise ArgumentError(f"machine={given!r:.80} is no machine", fix='give a preset\'s name, such as "galaxy"')
+    return found
+
+
+def memory_on(machine: Machine, asked: float | None) -> float | None:
+    """The bytes that one device has: as asked for, or the machine's own; None if it does not say."""
+    if asked is None:
+        return machine.memory
+    expect("memory", asked, (int, float), fix="give the bytes that one device has")
+    if not asked > 0:
+        raise ArgumentError(f"memory={asked!r} is no memory", fix="give the bytes that one device has, above 0")
+    return asked
 
 
 def load_preset(path: str | os.PathLike[str]) -> Preset:

@@ -177,10 +177,9 @@ def _by_role(module: nn.Module, axis: str, data: Iterable[str]) -> Lines:
     """Columns and rows over one axis; over data axes, if any, the other dim of each matrix, or the first."""
     roles = roles_of(module)
     if not roles:
-        layers = [name for name, layer in module.named_modules() if not list(layer.children())]
         raise ArgumentError(
             f"no layer of this {type(module).__name__} is known to read or to write the input of a block",
-            layers=fold(layers),
+            layers=_fold_layers(module),
             fix="write the plan: loom.Plan({'**.first.weight': 'tp=S(0)', '**.second.weight': 'tp=S(1)'})",
         )
     where = _places(module, lambda role, parameter: _of_one(role, parameter.dim(), axis, tuple(data)))
@@ -218,13 +217,16 @@ def _of_expert(role: Role | None, over: Iterable[str], tensor: str | None) -> di
 def _expert_weights(module: nn.Module) -> list[str]:
     found = [name for name, role in roles_of(module).items() if role.kind == "expert"]
     if not found:
-        layers = [name for name, layer in module.named_modules() if not list(layer.children())]
         raise ArgumentError(
             f"this {type(module).__name__} has no experts: modules of that name with weights [experts, ...]",
-            layers=fold(layers),
+            layers=_fold_layers(module),
             fix='loom.plans.named("tensor", model, mesh), or loom.experts.Experts for the experts of a model of yours',
         )
     return found
+
+
+def _fold_layers(module: nn.Module) -> str:
+    return fold(name for name, layer in module.named_modules() if not list(layer.children()))
 
 
 # Modules

@@ -17,7 +17,8 @@ from typing import Any
 
 from meshloom.cost.step import PHASES, DeviceClass, Node, StepGraph
 from meshloom.errors import ArgumentError, UnsupportedError, closest, expect
-from meshloom.fabric import Machine, Preset, preset
+from meshloom.fabric import Machine, Preset
+from meshloom.fabric.catalogue import as_machine, memory_on
 from meshloom.observe.folding import Folding
 from meshloom.observe.memory_use import Memory, measure, show_bytes
 from meshloom.observe.tables import Branch, Table, Total, grow_tree, total_by
@@ -435,30 +436,15 @@ def dry_run(
     """
     from meshloom.tensor.recording import recording
 
-    found = _machine(machine)
-    if memory is not None:
-        expect("memory", memory, (int, float), fix="give the bytes that one device has")
-        if not memory > 0:
-            raise ArgumentError(f"memory={memory!r} is no memory", fix="give the bytes that one device has, above 0")
+    found = state.machine if machine is None else as_machine(machine)
+    limit = memory_on(found, memory)
     expect("overlap", overlap, bool, fix="give True or False")
     expect("fused_attention", fused_attention, bool, fix="give True or False")
-    run = DryRun(found, found.memory if memory is None else memory, overlap, fused_attention)
+    run = DryRun(found, limit, overlap, fused_attention)
     with state.changed(keeps_scores=not fused_attention), recording() as recorder:
         yield run
     run._take(recorder)
     run.memory.check()
-
-
-def _machine(given: str | Machine | Preset | None) -> Machine:
-    if given is None:
-        return state.machine
-    if isinstance(given, str):
-        return preset(given).machine()
-    if isinstance(given, Preset):
-        return given.machine()
-    if not isinstance(given, Machine):
-        raise ArgumentError(f"machine={given!r:.80} is no machine", fix='give a preset\'s name, such as "galaxy"')
-    return given
 
 
 __all__ = ["Assumption", "AxisLoad", "ClassTime", "Comparison", "DryRun", "dry_run"]

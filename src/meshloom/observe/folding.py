@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from meshloom.cost.step import Node
+from meshloom.types import spell_numbers
 
 
 class Folding:
@@ -69,12 +70,4 @@ def _write(indices: Sequence[int]) -> str:
     >>> _write([3]), _write([0, 1, 2, 3]), _write([0, 2, 3, 7])
     ('3', '[0-3]', '[0,2-3,7]')
     """
-    if len(indices) == 1:
-        return str(indices[0])
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    return f"[{','.join(str(run[0]) if len(run) == 1 else f'{run[0]}-{run[-1]}' for run in runs)}]"
+    return str(indices[0]) if len(indices) == 1 else f"[{spell_numbers(indices)}]"

@@ -25,6 +25,10 @@ _RENAMED = {
     "chunks": "sections",
     "mat2": "other",
     "other": "mat2",
+    "axis0": "dim0",
+    "axis1": "dim1",
+    "size": "shape",  # of view
+    "dims": "repeats",  # of tile
 }
 
 
@@ -61,8 +65,9 @@ def bind(op: Op, args: Sequence[object], kwargs: dict[str, object]) -> dict[str,
     signature = _signature(op.signature)
     rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_POSITIONAL), None)
     named = {_rename(name, signature): value for name, value in kwargs.items()}
-    if rest is not None and rest in named:
-        args = (*args, named.pop(rest))
+    if rest is not None and rest in named:  # what stands before it in the signature is given by place as well
+        before = [*signature.parameters][len(args) : [*signature.parameters].index(rest) + 1]
+        args = (*args, *[named.pop(name) for name in before if name in named])
     try:
         bound = signature.bind(*args, **named)
     except TypeError as error:
@@ -74,10 +79,28 @@ def bind(op: Op, args: Sequence[object], kwargs: dict[str, object]) -> dict[str,
     return found
 
 
+def sort_named(op: Op, args: Sequence[object], kwargs: dict[str, Any]) -> tuple[Sequence[object], dict[str, Any]]:
+    """Named arguments in the order of the op's signature, whichever way round they were written; the first by place.
+
+    >>> from meshloom.ops import OPS
+    >>> sort_named(OPS["layer_norm"], (), {"bias": 1, "weight": 2, "input": 3})
+    ((3,), {'weight': 2, 'bias': 1})
+    """
+    if op.signature is None or (args and len(kwargs) < 2):
+        return args, kwargs
+    signature = _signature(op.signature)
+    names = [*signature.parameters]
+    places = {name: names.index(own) for name in kwargs if (own := _rename(name, signature)) in names}
+    ordered = dict(sorted(kwargs.items(), key=lambda each: places.get(each[0], len(names))))
+    if not args and places and min(places.values()) == 0:
+        return (ordered.pop(next(iter(ordered))),), ordered
+    return args, ordered
+
+
 def _rename(name: str, signature: inspect.Signature) -> str:
-    if name in signature.parameters:
-        return name
-    return _RENAMED.get(name, name)
+    """Our name of an argument that is called otherwise; what the op does not have keeps the name that was written."""
+    other = _RENAMED.get(name, name)
+    return other if other in signature.parameters and name not in signature.parameters else name
 
 
 def refer(value: Any, tensors: list[Any], kind: type) -> Any:

@@ -31,6 +31,7 @@ FIRST = 64  # collectives that "sample" compares one by one
 EVERY = 64  # and then one of so many
 ROOM = 1024  # bytes of data that a frame has room for
 SAMPLED = 256  # elements of a plain tensor that are compared at every use
+VIEWS = 256  # views of a plain tensor whose sums are kept
 _HEAD = 16
 SLICE = timedelta(seconds=0.25)  # how long a wait lasts before it looks whether another process has failed
 
@@ -68,12 +69,26 @@ def note_data(what: str, data: torch.Tensor, ranks: tuple[int, ...] = ()) -> Non
     While every call is compared all of its values count, else some of them, so that it costs next to nothing.
     """
     is_whole = is_listening() or data.numel() <= SAMPLED
-    state = is_whole, what, None if data.is_inference() else data._version, data.data_ptr()
-    known, text = getattr(data, "_told", (None, ""))  # one that layer after layer uses is summed up once
-    if known != state or data.is_inference():  # whose versions nobody counts
-        text = f"{PLAIN} {what} {tuple(data.shape)} {checksum(data if is_whole else some_of(data)):08x}"
-        data._told = state, text  # type: ignore[attr-defined]
+    if data.is_inference():  # whose versions nobody counts
+        text = _describe_data(what, data, is_whole)
+    else:
+        told = _told_of(data)
+        key = is_whole, what, data.data_ptr(), data.dtype, data.shape, data.stride()
+        text = told[key] = told.get(key) or _describe_data(what, data, is_whole)
     note(text, where(), ranks)
+
+
+def _told_of(data: torch.Tensor) -> dict[object, str]:
+    """What was said of a tensor and of its views as it is now: what layer after layer uses is summed up once."""
+    home: Any = data if data._base is None else data._base
+    version, told = getattr(home, "_told", (None, {}))
+    if version != data._version or len(told) >= VIEWS:
+        version, told = home._told = data._version, {}
+    return told
+
+
+def _describe_data(what: str, data: torch.Tensor, is_whole: bool) -> str:
+    return f"{PLAIN} {what} {tuple(data.shape)} {checksum(data if is_whole else some_of(data)):08x}"
 
 
 def some_of(data: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,11 @@ _numbers = count()
 
 
 class MeshBuffer:
-    """Memory on every device of a mesh, at one address. It is freed by `free()`, or when nobody refers to it."""
+    """Memory on every device of a mesh, at one address. It is freed by `free()`, or when nobody refers to it.
+
+    `shape` is that of the whole; `local_shape` and `size`, in bytes, are of what one device holds. `dtype` is a short
+    name.
+    """
 
     def __init__(
         self,
@@ -51,7 +55,9 @@ class MeshBuffer:
         if buffer_type not in MEMORIES:
             raise ArgumentError(f"there is no memory {buffer_type!r}", fix=closest(buffer_type, MEMORIES))
         self.device, self.config = device, config
-        self.layout = layout_of(config, device.mesh.with_lease(None))  # a value: caches know it on other devices too
+        layout = layout_of(config, device.mesh.with_lease(None))  # a value: caches know it on other devices too
+        self.layout, self.shape, self.local_shape, self.dtype = layout, layout.shape, layout.local_shape, layout.dtype
+        self.size = layout.local_bytes
         self.buffer_type = buffer_type
         self.name = name or f"buffer{next(_numbers)}"
         self.where = where()
@@ -59,10 +65,10 @@ class MeshBuffer:
         self._lock = threading.Lock()
         self._last: dict[MeshCommandQueue, int] = {}
         self._watchers: list[Callable[[], bool]] = []
-        size = self.layout.local_bytes
+        size = self.size
         if not system.driver.shares_memory:
             _check_memory(buffer_type, system.driver)
-            size = footprint(device.cards, self.layout.local_shape, torch_dtype(self.layout.dtype))
+            size = footprint(device.cards, self.local_shape, torch_dtype(self.dtype))
         self.region = self._allocator.allocate(size, device.mask, f"buffer {self.name}", self.where, address)
         self._release = weakref.finalize(self, _drop, self._allocator, self.region)
         self._release.atexit = False
@@ -83,26 +89,6 @@ class MeshBuffer:
     def address(self) -> int:
         """Where it is, on every device."""
         return self.region.address
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole."""
-        return self.layout.shape
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """The shape of what one device holds."""
-        return self.layout.local_shape
-
-    @property
-    def dtype(self) -> str:
-        """The dtype by its short name."""
-        return self.layout.dtype
-
-    @property
-    def size(self) -> int:
-        """The bytes that one device holds."""
-        return self.layout.local_bytes
 
     @property
     def topology(self) -> Topology:

@@ -6,10 +6,10 @@ read to know all of it, and puts what they gave together again.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 
@@ -21,42 +21,38 @@ from meshloom.types import Shape, numel
 Parts = Mapping[Coordinate, torch.Tensor]
 
 
-class Layout(Protocol):
-    """How an array of a shape is cut."""
+@dataclass(frozen=True)
+class Layout(ABC):
+    """How an array of a shape is cut over the cards of a mesh."""
+
+    mesh: Mesh
+    shape: Shape
 
     @property
-    def mesh(self) -> Mesh:
-        """The mesh whose cards hold it."""
-
-    @property
-    def shape(self) -> Shape:
-        """The shape of the array that is cut."""
-
-    @property
+    @abstractmethod
     def part_shape(self) -> Shape:
         """The shape of what one card holds."""
 
+    @abstractmethod
     def cut(self, array: torch.Tensor) -> dict[Coordinate, torch.Tensor]:
         """What each card of this process holds of an array, row-major."""
 
+    @abstractmethod
     def sources(self) -> list[Coordinate]:
         """The cards to read: one of those that hold the same."""
 
+    @abstractmethod
     def join(self, parts: Parts, into: torch.Tensor) -> None:
         """Put what those cards gave into an array."""
 
 
-@dataclass(frozen=True)
-class Blocks:
+class Blocks(Layout):
     """An array whose block has the mesh axes of this process first; size 1 where all cards hold the same."""
 
-    mesh: Mesh
-    block_shape: Shape
-
     @property
-    def shape(self) -> Shape:
-        """The shape of the array that is cut."""
-        return self.block_shape
+    def block_shape(self) -> Shape:
+        """The shape of the block."""
+        return self.shape
 
     @property
     def part_shape(self) -> Shape:
@@ -109,9 +105,9 @@ class Placed(Blocks):
         return hash(_strip(self.topology))
 
     @property
-    def shape(self) -> Shape:
-        """The shape of the array that is cut."""
-        return self.topology.stored_shape
+    def block_shape(self) -> Shape:
+        """The shape of the block."""
+        return self.topology.block_shape
 
     def _block(self, array: torch.Tensor) -> torch.Tensor:
         return to_block(array.view(self.shape), self.topology)
@@ -124,7 +120,7 @@ def placed(topology: Topology) -> Placed:
     >>> placed(parse("f32[1, 4](S(1)) on Mesh(x=2)")) == placed(parse("bf16[4](S(0)) on Mesh(x=2)"))
     True
     """
-    return Placed(topology.mesh, topology.block_shape, topology)
+    return Placed(topology.mesh, topology.stored_shape, topology)
 
 
 @lru_cache(maxsize=4096)
@@ -161,12 +157,8 @@ def strip(shape: Sequence[int]) -> Shape:
     return sizes
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(Layout):
     """An array that no placements describe, such as one inside of an op: equal pieces of it, in order."""
-
-    mesh: Mesh
-    shape: Shape
 
     @property
     def part_shape(self) -> Shape:

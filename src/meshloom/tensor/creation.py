@@ -10,6 +10,8 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy
@@ -17,7 +19,7 @@ import torch
 
 from meshloom.comms import WORLD, move
 from meshloom.engines.layout import empty_stored, from_block, short_name, torch_dtype
-from meshloom.errors import ArgumentError, MeshError, OutOfMemoryError, PlacementError, ShapeError, expect
+from meshloom.errors import ArgumentError, MeshError, OutOfMemoryError, PlacementError, ShapeError, closest, expect
 from meshloom.mesh import Coordinate, Mesh
 from meshloom.placement import Placement, Placements, Replicate, Shard, Topology, as_placements, spell
 from meshloom.processes import join
@@ -32,6 +34,8 @@ from meshloom.tensor.clients import sent
 from meshloom.tensor.moving import same_storage
 from meshloom.tensor.refusals import refuse_partial_leaf
 from meshloom.types import Shape
+
+Dense = Callable[..., torch.Tensor]  # of `dtype` and `device`, by name
 
 _opened: list[Mesh] = []
 
@@ -335,13 +339,6 @@ def _dtype(dtype: torch.dtype | str | None, default: torch.dtype | None = None) 
     return dtype or default or torch.get_default_dtype()
 
 
-def _finish(made: Tensor, requires_grad: bool) -> Tensor:
-    if requires_grad:
-        refuse_partial_leaf(made.topology)
-        made._replace(made._data.detach().requires_grad_())
-    return made
-
-
 def checked_device(device: torch.device | str | int) -> torch.device:
     """A device of torch that is there."""
     try:
@@ -362,35 +359,57 @@ def _device(device: torch.device | str | int | None) -> torch.device | str | Non
     return None if device is None else checked_device(device)
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Where a new tensor goes, and as what: the arguments of every function that makes one."""
+
+    mesh: Mesh | None = None
+    placements: Placements | None = None
+    dtype: torch.dtype | str | None = None
+    device: torch.device | str | int | None = None
+    requires_grad: bool = False
+
+    @classmethod
+    def read(cls, given: dict[str, Any]) -> Options:
+        """Those that were given by name."""
+        for name in given:
+            if name not in cls.__slots__:
+                fix = closest(name, cls.__slots__)
+                raise ArgumentError(f"no tensor is made with {name}={given[name]!r:.80}", fix=fix)
+        return cls(**given)
+
+    def make(self, dense: Dense) -> Tensor:
+        """A dense tensor, made with a dtype and a device, on the mesh."""
+        data = dense(dtype=None if self.dtype is None else _dtype(self.dtype), device=_device(self.device))
+        with _allocating(tuple(data.shape), data.dtype):
+            made = place(data, self.mesh, self.placements)
+            if not made._data.is_contiguous():
+                made._replace(made._data.contiguous())
+            return self.finish(made)
+
+    def finish(self, made: Tensor) -> Tensor:
+        """A tensor that was made, as a leaf with a gradient if it is to be one."""
+        if self.requires_grad:
+            refuse_partial_leaf(made.topology)
+            made._replace(made._data.detach().requires_grad_())
+        return made
+
+
 @sent("loom:full")
-def full(
-    size: Sequence[int],
-    fill_value: complex | torch.Tensor,
-    *,
-    mesh: Mesh | None = None,
-    placements: Placements | None = None,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | int | None = None,
-    requires_grad: bool = False,
-) -> Tensor:
+def full(size: Sequence[int], fill_value: complex | torch.Tensor, **options: Any) -> Tensor:
     """A tensor with one value everywhere.
+
+    As all that make tensors, it takes `mesh`, `placements`, `dtype`, `device` and `requires_grad` by name.
 
     >>> full((2, 2), 7, mesh=open_mesh((2,))).to_torch()
     tensor([[7, 7],
             [7, 7]])
     """
-    kind = _dtype(dtype) if dtype is not None else None
+    asked, sizes = Options.read(options), _sizes((size,))
     if not isinstance(fill_value, (int, float, complex, numpy.generic, torch.Tensor)):
         raise ArgumentError(f"fill_value={fill_value!r:.80} is no number", fix="give one number")
     value: Any = fill_value
-    dense = torch.full((), value, dtype=kind, device=_device(device)).expand(_sizes((size,)))
-    with _allocating(tuple(dense.shape), dense.dtype):
-        return _finish(_make_own(place(dense, mesh, placements)), requires_grad)
-
-
-def _make_own(made: Tensor) -> Tensor:
-    made._replace(made._data.contiguous())
-    return made
+    return asked.make(lambda dtype, device: torch.full((), value, dtype=dtype, device=device).expand(sizes))
 
 
 def zeros(*size: int | Sequence[int], dtype: torch.dtype | str | None = None, **options: Any) -> Tensor:
@@ -412,52 +431,38 @@ def ones(*size: int | Sequence[int], dtype: torch.dtype | str | None = None, **o
 
 
 @sent("loom:arange")
-def arange(
-    *bounds: float,
-    mesh: Mesh | None = None,
-    placements: Placements | None = None,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | int | None = None,
-    requires_grad: bool = False,
-) -> Tensor:
+def arange(*bounds: float, **options: Any) -> Tensor:
     """The numbers from start to end by step, as `torch.arange`.
 
     >>> arange(1, 6, 2, mesh=open_mesh((2,))).shard_at((1,))
     tensor([5])
     """
-    try:
-        dense = torch.arange(*bounds, dtype=None if dtype is None else _dtype(dtype), device=_device(device))
-    except (TypeError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ArgumentError(
-            f"arange{bounds!r:.80} cannot be made", reason=reason, fix="arange(start, end, step)"
-        ) from None
-    return _finish(place(dense, mesh, placements), requires_grad)
+
+    def dense(dtype: torch.dtype | None, device: Any) -> torch.Tensor:
+        try:
+            return torch.arange(*bounds, dtype=dtype, device=device)
+        except (TypeError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ArgumentError(
+                f"arange{bounds!r:.80} cannot be made", reason=reason, fix="arange(start, end, step)"
+            ) from None
+
+    return Options.read(options).make(dense)
 
 
-def _draw(
-    size: Shape,
-    draw: random.Draw,
-    *,
-    mesh: Mesh | None = None,
-    placements: Placements | None = None,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | int | None = None,
-    requires_grad: bool = False,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    kind = _dtype(dtype)
+def _draw(size: Shape, draw: random.Draw, generator: torch.Generator | None, **options: Any) -> Tensor:
+    asked = Options.read(options)
+    kind = _dtype(asked.dtype)
     if not kind.is_floating_point:
         raise ArgumentError(f"random values need a floating dtype, not {short_name(kind)}")
-    if str(_device(device)) == "meta":
+    if str(_device(asked.device)) == "meta":
         random.note_key(generator)
-        return _finish(place(torch.empty(size, dtype=kind, device="meta"), mesh, placements), requires_grad)
-    topology = _topology(size, kind, mesh, placements)  # raises before a key is drawn
+        return replace(asked, dtype=kind).make(partial(torch.empty, size))
+    topology = _topology(size, kind, asked.mesh, asked.placements)  # raises before a key is drawn
     if generator is not None:
         expect("generator", generator, torch.Generator, fix="torch.Generator().manual_seed(0)")
     with _allocating(size, kind):
-        made = draw_like(topology, draw, random.draw_key(generator), device)
-    return _finish(made, requires_grad)
+        return asked.finish(draw_like(topology, draw, random.draw_key(generator), asked.device))
 
 
 def draw_like(
@@ -472,7 +477,7 @@ def draw_like(
 
 
 @sent("loom:randn")
-def randn(*size: int | Sequence[int], **options: Any) -> Tensor:
+def randn(*size: int | Sequence[int], generator: torch.Generator | None = None, **options: Any) -> Tensor:
     """Standard normal values; the same for any placements, mesh and number of devices.
 
     >>> _ = torch.manual_seed(0)
@@ -482,13 +487,13 @@ def randn(*size: int | Sequence[int], **options: Any) -> Tensor:
     >>> bool((a.to_torch() == b.to_torch()).all())
     True
     """
-    return _draw(_sizes(size), random.normal, **options)
+    return _draw(_sizes(size), random.normal, generator, **options)
 
 
 @sent("loom:rand")
-def rand(*size: int | Sequence[int], **options: Any) -> Tensor:
+def rand(*size: int | Sequence[int], generator: torch.Generator | None = None, **options: Any) -> Tensor:
     """Uniform values in [0, 1); the same for any placements, mesh and number of devices."""
-    return _draw(_sizes(size), random.uniform, **options)
+    return _draw(_sizes(size), random.uniform, generator, **options)
 
 
 def like(tensor: Tensor, options: dict[str, object]) -> dict[str, Any]:

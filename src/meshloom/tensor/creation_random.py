@@ -7,38 +7,19 @@ chances are on a mesh stay where these are: a batch that is sharded is drawn fro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from meshloom.engines.layout import torch_dtype
 from meshloom.errors import ArgumentError, ShapeError
-from meshloom.mesh import Mesh
-from meshloom.placement import Placements, Replicate, Shard
-from meshloom.runtime import state
+from meshloom.placement import Replicate, Shard
 from meshloom.tensor import creation, random
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import table_call, table_results
 from meshloom.tensor.clients import sent
+from meshloom.tensor.creation import Options
 from meshloom.tensor.moving import shadow_of
-
-Dense = Callable[[torch.dtype | None, Any], torch.Tensor]
-
-
-def _make(
-    dense: Dense,
-    mesh: Mesh | None = None,
-    placements: Placements | None = None,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | int | None = None,
-    requires_grad: bool = False,
-) -> Tensor:
-    """A dense tensor, made with a dtype and a device, on a mesh."""
-    kind = torch_dtype(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-    made = creation.place(dense(kind, "meta" if state.shadows is not None else device), mesh, placements)
-    if requires_grad:
-        made.requires_grad_()
-    return made
 
 
 @sent("loom:empty")
@@ -60,7 +41,7 @@ def eye(n: int, m: int | None = None, **options: Any) -> Tensor:
             [0., 1.]])
     """
     columns = n if m is None else m
-    return _make(lambda dtype, device: torch.eye(n, columns, dtype=dtype, device=device), **options)
+    return Options.read(options).make(partial(torch.eye, n, columns))
 
 
 @sent("loom:linspace")
@@ -70,7 +51,7 @@ def linspace(start: torch.Tensor | float, end: torch.Tensor | float, steps: int,
     >>> linspace(0, 1, 3, mesh=creation.open_mesh((2,))).to_torch()
     tensor([0.0000, 0.5000, 1.0000])
     """
-    return _make(lambda dtype, device: torch.linspace(start, end, steps, dtype=dtype, device=device), **options)
+    return Options.read(options).make(partial(torch.linspace, start, end, steps))
 
 
 @sent("loom:logspace")
@@ -82,7 +63,7 @@ def logspace(
     >>> logspace(0, 2, 3, mesh=creation.open_mesh((2,))).to_torch()
     tensor([  1.,  10., 100.])
     """
-    return _make(lambda dtype, device: torch.logspace(start, end, steps, base, dtype=dtype, device=device), **options)
+    return Options.read(options).make(partial(torch.logspace, start, end, steps, base))
 
 
 def _draw_tiles(
@@ -117,7 +98,7 @@ def randint(*bounds: Any, size: Any = None, generator: torch.Generator | None = 
     def dense(dtype: torch.dtype | None, device: torch.device | str | None) -> torch.Tensor:
         return _draw_tiles(shape, dtype or torch.int64, device, draw, generator)
 
-    return _make(dense, **options)
+    return Options.read(options).make(dense)
 
 
 @sent("loom:randint_like")
@@ -146,7 +127,7 @@ def randperm(n: int, *, generator: torch.Generator | None = None, **options: Any
         drawn = torch.randperm(n, generator=random.STREAMS.at(random.draw_key(generator), 0), dtype=kind)
         return drawn.to(device or "cpu")
 
-    return _make(dense, **options)
+    return Options.read(options).make(dense)
 
 
 def _noise(
@@ -241,7 +222,9 @@ def _check_chances(chances: Tensor, count: int, replacement: bool) -> None:
 def _exponential(size: Sequence[int], **options: Any) -> Tensor:
     generator = options.pop("generator")
     kept = random.exponential
-    return _make(lambda dtype, device: _draw_tiles(size, dtype or torch.float32, device, kept, generator), **options)
+    return Options.read(options).make(
+        lambda dtype, device: _draw_tiles(size, dtype or torch.float32, device, kept, generator)
+    )
 
 
 def _drawn_again(chances: Tensor, count: int, generator: torch.Generator | None) -> Tensor:

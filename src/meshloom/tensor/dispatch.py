@@ -17,7 +17,7 @@ from meshloom.engines.kernel import Function, Kernel, function_of
 from meshloom.engines.layout import short_name
 from meshloom.errors import MeshloomError, OperandError
 from meshloom.ops import OPS, Call
-from meshloom.ops.binding import bind, refer
+from meshloom.ops.binding import bind, refer, sort_named
 from meshloom.placement import Partial, Topology
 from meshloom.planner import Plan, plan, retype
 from meshloom.processes.divergence import STORY
@@ -81,6 +81,7 @@ class Resolved:
         kept: tuple[object, ...] | None = None,
     ) -> None:
         self.op = OPS[name]
+        args, kwargs = sort_named(self.op, args, kwargs)  # rules take the first operand for the first argument
         reader = Reader(name, args, kwargs, self.op.signature is not None)
         self.args = tuple([reader.read(each) for each in args])
         self.kwargs = {k: reader.read(read_number(name, k, value)) for k, value in kwargs.items()} if kwargs else kwargs

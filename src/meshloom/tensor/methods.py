@@ -138,6 +138,18 @@ def _method(name: str) -> Callable[..., object]:
     return _describe(method, name)
 
 
+def _itself_or(name: str, is_itself: Callable[[Tensor, tuple[object, ...]], bool]) -> Callable[..., object]:
+    """A method whose result often is the tensor: that is asked first."""
+
+    def method(self: Tensor, *args: object, **kwargs: object) -> Any:
+        if self.__class__ is Tensor and state.plain and not kwargs and is_itself(self, args):
+            self.topology.check_open()
+            return self
+        return call_quickly(name, name, (self, *args), kwargs)
+
+    return _describe(method, name)
+
+
 def _writing_method(name: str) -> Callable[..., object]:
     """An in-place form of a pointwise op."""
     function = getattr(torch.Tensor, name, None)
@@ -275,8 +287,9 @@ def gradient_of(tensor: Tensor) -> Tensor | None:
         tensor._data.grad = found
     made = Tensor(tensor.topology.reduced, cotangent(found, tensor.topology))
     made._number = tensor._number + 1
-    with torch.no_grad():
-        made._mask_padding_()
+    if tensor.topology.padded:
+        with torch.no_grad():
+            made._mask_padding_()
     if found is made._data:
         topology = tensor.topology  # the same tensor as long as it is the same array
         is_simple = not (topology.padded or topology.mesh.lease is not None)
@@ -294,6 +307,9 @@ def _place_like(value: Any, like: Topology) -> Tensor:
 
 def set_gradient(tensor: Tensor, value: object) -> None:
     """Replace a leaf's gradient; None takes it away."""
+    if value is None and state.plain and not state.waiting and not tensor.topology.mesh.is_split:
+        tensor._gradient = tensor._data.grad = None
+        return
     tensor = shadow_of(tensor)
     discard(tensor)
     tensor._gradient = None  # nobody else may keep the old one in memory
@@ -383,6 +399,10 @@ def _is_transformed() -> bool:
 
 
 _OWN: dict[str, Any] = {
+    "to": _itself_or("to", lambda self, args: len(args) == 1 and args[0] is self._data.dtype),
+    "contiguous": _itself_or(
+        "contiguous", lambda self, args: not args and (self._view is None or self._data.is_contiguous())
+    ),
     "size": _size,
     "numel": lambda self: math.prod(self.topology.shape),
     "nelement": lambda self: math.prod(self.topology.shape),

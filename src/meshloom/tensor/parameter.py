@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from meshloom.errors import ArgumentError, GradientError, MeshError
+from meshloom.errors import ArgumentError
 from meshloom.mesh import Mesh
 from meshloom.mesh.mesh import Homes, _made
 from meshloom.placement import Partial, Placements, Replicate, Shard, Topology, as_placements
@@ -12,7 +12,7 @@ from meshloom.tensor.base import Tensor, rebuild
 from meshloom.tensor.clients import sent
 from meshloom.tensor.creation import distribute
 from meshloom.tensor.moving import redistribute
-from meshloom.tensor.refusals import refuse_partial_leaf
+from meshloom.tensor.refusals import refuse_moved_parameter, refuse_parameter
 
 
 class _ParameterMeta(type(torch.nn.Parameter)):  # type: ignore[misc]
@@ -52,26 +52,13 @@ class Parameter(Tensor, torch.nn.Parameter, metaclass=_ParameterMeta):
                 )
             tensor = distribute(tensor.detach(), mesh, placements if placements is not None else {})
         elif mesh is not None:
-            tensor = _lay_as_asked(tensor, mesh, placements)
-        refuse_partial_leaf(tensor.topology)
-        if requires_grad and not (tensor._data.is_floating_point() or tensor._data.is_complex()):
-            fix = "cast it: x.float(), or give requires_grad=False"
-            raise GradientError(f"a parameter of {tensor.topology.dtype} has no gradient", fix=fix)
+            refuse_moved_parameter(tensor.topology, mesh)
+            if placements is not None:
+                tensor = redistribute(tensor, as_placements(placements, mesh, tensor.ndim))
+        refuse_parameter(tensor.topology, requires_grad)
         made = rebuild(tensor.topology, tensor._data, requires_grad)
         made._number = tensor._number
         return made
-
-
-def _lay_as_asked(tensor: Tensor, mesh: Mesh, placements: Placements | None) -> Tensor:
-    """A tensor that is on a mesh, where it is asked to lie."""
-    if tensor.mesh != mesh:
-        raise MeshError(
-            "a parameter was asked for on another mesh than that of its tensor",
-            tensor=tensor.topology,
-            asked=mesh,
-            fix="loom.Parameter(x.to_torch(), mesh, placements)",
-        )
-    return tensor if placements is None else redistribute(tensor, as_placements(placements, mesh, tensor.ndim))
 
 
 # plain values, so that `torch.load` reads tensors on a mesh as it reads dense ones

@@ -7,8 +7,10 @@ import math
 import torch
 
 from meshloom.engines import private
-from meshloom.errors import ArgumentError, GradientError, UnsupportedError
+from meshloom.errors import ArgumentError, GradientError, MeshError, UnsupportedError
+from meshloom.mesh import Mesh
 from meshloom.placement import Partial, Topology
+from meshloom.types import is_floating
 
 
 def refuse_partial_leaf(topology: Topology) -> None:
@@ -21,6 +23,25 @@ def refuse_partial_leaf(topology: Topology) -> None:
                 tensor=topology,
                 fix=f"redistribute it first: x.redistribute({{{name!r}: Replicate()}}).requires_grad_()",
             )
+
+
+def refuse_moved_parameter(topology: Topology, mesh: Mesh) -> None:
+    """A parameter stays on the mesh of its tensor."""
+    if topology.mesh != mesh:
+        raise MeshError(
+            "a parameter was asked for on another mesh than that of its tensor",
+            tensor=topology,
+            asked=mesh,
+            fix="loom.Parameter(x.to_torch(), mesh, placements)",
+        )
+
+
+def refuse_parameter(topology: Topology, requires_grad: bool) -> None:
+    """A parameter is a leaf; where it requires a gradient, its dtype has one."""
+    refuse_partial_leaf(topology)
+    if requires_grad and not is_floating(topology.dtype):
+        fix = "cast it: x.float(), or give requires_grad=False"
+        raise GradientError(f"a parameter of {topology.dtype} has no gradient", fix=fix)
 
 
 def refuse_several(topology: Topology) -> None:

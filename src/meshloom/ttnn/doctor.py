@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshloom.errors import where
 from meshloom.ttnn import surface
@@ -71,8 +71,7 @@ class Origin:
         return f"{list(self.shape)} with {self.label.placements()} from {self.line}"
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One item of the checklist: whether it holds, and what was seen."""
 
     item: str

@@ -34,30 +34,13 @@ from meshloom.ttnn.tensor.mappers import TensorToMesh
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.transfers import to_device
 
-__all__ = [
-    "Conv2d",
-    "Conv2dArgs",
-    "MaxPool2d",
-    "MaxPool2dArgs",
-    "ModuleArgs",
-    "ParameterDict",
-    "ParameterList",
-    "convert_torch_model_to_ttnn_model",
-    "default_preprocessor",
-    "fold_batch_norm2d_into_conv2d",
-    "from_torch",
-    "infer_ttnn_module_args",
-    "make_parameter_dict",
-    "move_to_device",
-    "preprocess_conv2d",
-    "preprocess_embedding_weight",
-    "preprocess_layernorm_parameter",
-    "preprocess_linear_bias",
-    "preprocess_linear_weight",
-    "preprocess_model",
-    "preprocess_model_parameters",
-    "preprocess_remaining_children_and_parameters",
-]
+__all__ = (
+    "Conv2d Conv2dArgs MaxPool2d MaxPool2dArgs ModuleArgs ParameterDict ParameterList "
+    "convert_torch_model_to_ttnn_model default_preprocessor fold_batch_norm2d_into_conv2d from_torch "
+    "infer_ttnn_module_args make_parameter_dict move_to_device preprocess_conv2d preprocess_embedding_weight "
+    "preprocess_layernorm_parameter preprocess_linear_bias preprocess_linear_weight preprocess_model "
+    "preprocess_model_parameters preprocess_remaining_children_and_parameters"
+).split()
 
 logger = logging.getLogger(__name__)
 

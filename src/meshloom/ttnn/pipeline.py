@@ -31,19 +31,11 @@ from meshloom.ttnn.tensor.memory import BufferType, MemoryConfig, ShardOrientati
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.transfers import allocate_tensor_on_host, copy_device_to_host_tensor, from_device
 
-__all__ = [
-    "Executor",
-    "ModelExecutor",
-    "MultiCQModelOverlappedInputExecutor",
-    "MultiCQTracedModelOverlappedInputExecutor",
-    "MultiCQTracedModelPipelinedIOExecutor",
-    "Pipeline",
-    "PipelineConfig",
-    "TracedModelExecutor",
-    "create_pipeline_from_config",
-    "get_memory_config_for_persistent_dram_tensor",
-    "pipeline",
-]
+__all__ = (
+    "Executor ModelExecutor MultiCQModelOverlappedInputExecutor MultiCQTracedModelOverlappedInputExecutor "
+    "MultiCQTracedModelPipelinedIOExecutor Pipeline PipelineConfig TracedModelExecutor create_pipeline_from_config "
+    "get_memory_config_for_persistent_dram_tensor pipeline"
+).split()
 
 
 @dataclass

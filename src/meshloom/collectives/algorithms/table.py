@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from meshloom.collectives.algorithms import formulas as cost, recursive, timing, trees
 from meshloom.collectives.algorithms.building import (
@@ -171,6 +171,17 @@ def _along(name: str, needs: str, tree: trees.Growth, steps: cost.Count) -> tupl
     )
 
 
+def _on_grid(
+    name: str, tree: trees.Growth, price: Callable[..., Formula], needs: str = "grid", **how: bool
+) -> tuple[Algorithm, ...]:
+    """Axis by axis along one kind of tree; an all-reduce is both passes."""
+    return (
+        _A("all_gather", name, needs, grid_gather(tree, **how), price()),
+        _A("reduce_scatter", name, needs, grid_scatter(tree, **how), price()),
+        _A("all_reduce", name, needs, grid_reduce(tree, **how), price(passes=2)),
+    )
+
+
 # fmt: off
 ALGORITHMS: dict[tuple[str, str], Algorithm] = _table(
     *_along("ring", "ring", trees.ring,      around),  # once round the ring
@@ -196,22 +207,12 @@ ALGORITHMS: dict[tuple[str, str], Algorithm] = _table(
     _A("reduce",     _BT, "full", reduce(trees.binary, _segments),           cost.pipeline(depth, _segments)),
     _A("all_reduce", _BT, "full", reduce_broadcast(trees.binary, _segments), cost.pipeline(twice(depth), _segments)),
     # one axis after the other, on lines or on rings; split: all axes at once, on parts of the value
-    _A("all_gather",     "grid",        "grid", grid_gather(trees.line),                   cost.in_turn(around)),
-    _A("reduce_scatter", "grid",        "grid", grid_scatter(trees.line),                  cost.in_turn(around)),
-    _A("all_reduce",     "grid",        "grid", grid_reduce(trees.line),                   cost.in_turn(around, 2)),
-    _A("all_gather",     "grid_split",  "grid", grid_gather(trees.line, split=True),       cost.at_once(around)),
-    _A("reduce_scatter", "grid_split",  "grid", grid_scatter(trees.line, split=True),      cost.at_once(around)),
-    _A("all_reduce",     "grid_split",  "grid", grid_reduce(trees.line, split=True),       cost.at_once(around, 2)),
-    _A("all_gather",     "torus",       "grid", grid_gather(trees.both_ways),              cost.in_turn(half)),
-    _A("reduce_scatter", "torus",       "grid", grid_scatter(trees.both_ways),             cost.in_turn(half)),
-    _A("all_reduce",     "torus",       "grid", grid_reduce(trees.both_ways),              cost.in_turn(half, 2)),
-    _A("all_gather",     "torus_split", "grid", grid_gather(trees.both_ways, split=True),  cost.at_once(half)),
-    _A("reduce_scatter", "torus_split", "grid", grid_scatter(trees.both_ways, split=True), cost.at_once(half)),
-    _A("all_reduce",     "torus_split", "grid", grid_reduce(trees.both_ways, split=True),  cost.at_once(half, 2)),
+    *_on_grid("grid",        trees.line,      partial(cost.in_turn, around)),
+    *_on_grid("grid_split",  trees.line,      partial(cost.at_once, around), split=True),
+    *_on_grid("torus",       trees.both_ways, partial(cost.in_turn, half)),
+    *_on_grid("torus_split", trees.both_ways, partial(cost.at_once, half), split=True),
     # a link for every pair along each axis: first between hosts, then inside; backwards the other way round
-    _A("all_gather",     "levels", "levels", grid_gather(trees.star, inwards=True),  cost.inwards()),
-    _A("reduce_scatter", "levels", "levels", grid_scatter(trees.star, inwards=True), cost.inwards()),
-    _A("all_reduce",     "levels", "levels", grid_reduce(trees.star, inwards=True),  cost.inwards(2)),
+    *_on_grid("levels", trees.star, cost.inwards, "levels", inwards=True),
     # a link for every pair
     _A("all_gather",     "direct",   "full", all_gather(trees.star),           cost.pieces(once)),
     _A("reduce_scatter", "direct",   "full", reduce_scatter(trees.star),       cost.pieces(once)),

@@ -57,9 +57,7 @@ def _joining(function: Formula) -> Function:
 
 
 SHAPE: dict[str, Function] = {
-    "reshape": _reshape,
-    "view": _reshape,
-    "flatten": _reshape,
+    **dict.fromkeys(("reshape", "view", "flatten"), _reshape),
     "squeeze": _squeeze,
     "unsqueeze": lambda input, dim: np.expand_dims(input, dim),
     "permute": lambda input, dims: np.transpose(input, dims),
@@ -67,9 +65,7 @@ SHAPE: dict[str, Function] = {
     "expand": _expand,
     "narrow": _narrow,
     "getitem": lambda input, index: input[index],
-    "split": _split,
-    "chunk": _split,
-    "tensor_split": _split,
+    **dict.fromkeys(("split", "chunk", "tensor_split"), _split),
     "cat": _joining(np.concatenate),
     "stack": _joining(np.stack),
 }

@@ -24,6 +24,7 @@ def _grouped_mm(local: Local, input: torch.Tensor, mat2: torch.Tensor, offs: tor
 
     Otherwise the tokens of the experts that are here, and zeros for those of others: their sum has them all.
     """
+    mat2 = local.whole("mat2", mat2, 0) if local.peers.alone else mat2  # padding is no expert
     if (
         local.peers.alone
         and not input.is_meta

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -32,26 +33,20 @@ def _whole(local: Local) -> Shape:
 
 def _element_loss(function: Callable[..., torch.Tensor]) -> Function:
     """torch's own where all elements are here, else the sum of those that are."""
+    return _formula_loss(partial(function, reduction="none"), function)
+
+
+def _formula_loss(formula: Callable[..., torch.Tensor], own: Callable[..., torch.Tensor] | None = None) -> Function:
+    """The losses of elements by a formula, reduced; `own` is torch's function, if it can be mapped over devices."""
 
     @aware
     def loss(
         local: Local, reduction: str, size_average: object = None, reduce: object = None, **given: object
     ) -> torch.Tensor:
-        here = broadcast([tuple(each.shape) for each in given.values() if isinstance(each, torch.Tensor)])
-        if here == _whole(local):
-            return function(**given, reduction=reduction)
-        return _reduce_elements(local, function(**given, reduction="none"), reduction)
-
-    return loss
-
-
-def _formula_loss(formula: Callable[..., torch.Tensor]) -> Function:
-    """A loss that torch cannot map over devices, by its formula."""
-
-    @aware
-    def loss(
-        local: Local, reduction: str, size_average: object = None, reduce: object = None, **given: object
-    ) -> torch.Tensor:
+        if own is not None:
+            here = broadcast([tuple(each.shape) for each in given.values() if isinstance(each, torch.Tensor)])
+            if here == _whole(local):
+                return own(**given, reduction=reduction)
         return _reduce_elements(local, formula(**given), reduction)
 
     return loss

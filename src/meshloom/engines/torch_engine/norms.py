@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from meshloom.engines.layout import short_name
 from meshloom.engines.torch_engine.local import Function, Local, shared, wide_dtype
@@ -13,19 +14,19 @@ from meshloom.engines.torch_engine.reductions import centre
 from meshloom.errors import DTypeError
 from meshloom.ops.normalisation import normalised, softmax_dim
 
+Given = Tensor | None
 
-def _wide(local: Local, input: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+
+def _wide(local: Local, input: Tensor, dtype: torch.dtype) -> Tensor:
     """The input in the dtype in which sums are made; integers cannot be normalised."""
     if not (dtype.is_floating_point or dtype.is_complex):
         raise DTypeError(f"{local.call.op} takes floating-point numbers, not {short_name(dtype)}")
     return input.to(wide_dtype(dtype))
 
 
-def _softmax(function: Callable[..., torch.Tensor]) -> Function:
+def _softmax(function: Callable[..., Tensor]) -> Function:
     @shared
-    def run(
-        local: Local, input: torch.Tensor, dim: int, dtype: torch.dtype | None, _stacklevel: object
-    ) -> torch.Tensor:
+    def run(local: Local, input: Tensor, dim: int, dtype: torch.dtype | None, _stacklevel: object) -> Tensor:
         if local.peers.alone:
             return function(input, dim, dtype=dtype)
         dim, kept = softmax_dim(local.call), dtype or input.dtype
@@ -40,7 +41,7 @@ def _softmax(function: Callable[..., torch.Tensor]) -> Function:
     return run
 
 
-def _is_plain(local: Local, input: torch.Tensor, dims: tuple[int, ...], eps: float) -> bool:
+def _is_plain(local: Local, input: Tensor, dims: tuple[int, ...], eps: float) -> bool:
     """Whether torch's own function does it: lines along dims are here, without padding, and none is all padding.
 
     Such a line would be divided by its spread, which is zero, where eps does not help.
@@ -51,37 +52,36 @@ def _is_plain(local: Local, input: torch.Tensor, dims: tuple[int, ...], eps: flo
     return eps >= small or local.mask(input, tuple(range(input.dim()))) is None
 
 
-def _lines(local: Local, input: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor | None:
+def _lines(local: Local, input: Tensor, dims: tuple[int, ...]) -> Given:
     """True where a line along dims holds elements, False where it is all padding; None where all of them do."""
     return local.mask(input, tuple(dim for dim in range(input.dim()) if dim not in dims))
 
 
-def _trailing(local: Local, input: torch.Tensor) -> tuple[int, ...]:
+def _trailing(local: Local, input: Tensor) -> tuple[int, ...]:
     """The dims that a layer_norm or rms_norm call normalises."""
     return tuple(range(input.dim() - normalised(local.call), input.dim()))
 
 
 def _standardise(
-    local: Local, x: torch.Tensor, mask: torch.Tensor | None, dims: tuple[int, ...], count: int, eps: float,
-    lines: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    local: Local, x: Tensor, mask: Given, dims: tuple[int, ...], count: int, eps: float, lines: Given
+) -> tuple[Tensor, Tensor, Tensor]:
     """Zero mean and unit variance over dims, padding left out; and both. Where no line is, the variance is 1."""
     middle, mean = centre(local, x, mask, dims, count)
     spread = local.peers.statistic(middle.square().sum(dims, keepdim=True)) / count
     return middle * _inverse_root(spread + eps, lines), mean, spread
 
 
-def _inverse_root(squares: torch.Tensor, lines: torch.Tensor | None) -> torch.Tensor:
+def _inverse_root(squares: Tensor, lines: Given) -> Tensor:
     """1 / sqrt, and 1 for lines that are all padding: 1 / sqrt(0) would be infinite, its gradient nan."""
     return torch.rsqrt(squares if lines is None else torch.where(lines, squares, 1))
 
 
-def _affine(input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+def _affine(input: Tensor, weight: Given, bias: Given) -> Tensor:
     input = input if weight is None else input * weight
     return input if bias is None else input + bias
 
 
-def _per_channel(input: torch.Tensor, *each: torch.Tensor | None) -> torch.Tensor:
+def _per_channel(input: Tensor, *each: Given) -> Tensor:
     """Scale and shift, one of each per channel."""
     line = (-1,) + (1,) * (input.dim() - 2)
     return _affine(input, *(None if x is None else x.view(line) for x in each))
@@ -89,13 +89,8 @@ def _per_channel(input: torch.Tensor, *each: torch.Tensor | None) -> torch.Tenso
 
 @shared
 def _layer_norm(
-    local: Local,
-    input: torch.Tensor,
-    normalized_shape: object,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-) -> torch.Tensor:
+    local: Local, input: Tensor, normalized_shape: object, weight: Given, bias: Given, eps: float
+) -> Tensor:
     dims = _trailing(local, input)
     if _is_plain(local, input, dims, eps):
         return F.layer_norm(input, tuple(input.shape[d] for d in dims), weight, bias, eps)
@@ -105,9 +100,7 @@ def _layer_norm(
 
 
 @shared
-def _rms_norm(
-    local: Local, input: torch.Tensor, normalized_shape: object, weight: torch.Tensor | None, eps: float | None
-) -> torch.Tensor:
+def _rms_norm(local: Local, input: Tensor, normalized_shape: object, weight: Given, eps: float | None) -> Tensor:
     """Padding, which is zero, adds nothing."""
     dims = _trailing(local, input)
     if _is_plain(local, input, dims, 1 if eps is None else eps):
@@ -119,14 +112,7 @@ def _rms_norm(
 
 
 @shared
-def _group_norm(
-    local: Local,
-    input: torch.Tensor,
-    num_groups: int,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-) -> torch.Tensor:
+def _group_norm(local: Local, input: Tensor, num_groups: int, weight: Given, bias: Given, eps: float) -> Tensor:
     """The norm of the groups that are here, by the channels that one has."""
     width, spatial = local.call.shape("input")[1] // num_groups, tuple(range(2, input.dim()))
     if _is_plain(local, input, spatial, eps):
@@ -143,10 +129,9 @@ def _group_norm(
 
 @shared
 def _batch_norm(
-    local: Local, input: torch.Tensor, running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, training: bool,
-    momentum: float, eps: float,
-) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
+    local: Local, input: Tensor, running_mean: Given, running_var: Given, weight: Given, bias: Given,
+    training: bool, momentum: float, eps: float,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """In training, which alone has statistics to share, the batch's mean and unbiased variance come out too."""
     if not training:
         return torch.batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps, False)

@@ -11,6 +11,7 @@ from operator import itemgetter, methodcaller
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from meshloom.engines.torch_engine.local import Function, Local
 from meshloom.ops import Ref
@@ -73,6 +74,7 @@ PLAIN: dict[str, Short] = {
     "mean": _reduction(torch.mean),
     "softmax": _softmax(torch.softmax),
     "log_softmax": _softmax(torch.log_softmax),
+    "linear": lambda local, fixed: F.linear,
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     "getitem": _getitem,

@@ -39,24 +39,15 @@ def _adaptive(function: Callable[..., torch.Tensor]) -> Function:
     return run
 
 
+_BY_DIMS = {
+    "conv": _conv,
+    "conv_transpose": _conv,
+    "max_pool": _pool,
+    "avg_pool": _pool,
+    "adaptive_avg_pool": _adaptive,
+    "adaptive_max_pool": _adaptive,
+}
 WINDOWS: dict[str, Function] = {
-    "conv1d": _conv(F.conv1d),
-    "conv2d": _conv(F.conv2d),
-    "conv3d": _conv(F.conv3d),
-    "conv_transpose1d": _conv(F.conv_transpose1d),
-    "conv_transpose2d": _conv(F.conv_transpose2d),
-    "conv_transpose3d": _conv(F.conv_transpose3d),
-    "max_pool1d": _pool(F.max_pool1d),
-    "max_pool2d": _pool(F.max_pool2d),
-    "max_pool3d": _pool(F.max_pool3d),
-    "avg_pool1d": _pool(F.avg_pool1d),
-    "avg_pool2d": _pool(F.avg_pool2d),
-    "avg_pool3d": _pool(F.avg_pool3d),
-    "adaptive_avg_pool1d": _adaptive(F.adaptive_avg_pool1d),
-    "adaptive_avg_pool2d": _adaptive(F.adaptive_avg_pool2d),
-    "adaptive_avg_pool3d": _adaptive(F.adaptive_avg_pool3d),
-    "adaptive_max_pool1d": _adaptive(F.adaptive_max_pool1d),
-    "adaptive_max_pool2d": _adaptive(F.adaptive_max_pool2d),
-    "adaptive_max_pool3d": _adaptive(F.adaptive_max_pool3d),
+    **{name + dims: make(getattr(F, name + dims)) for name, make in _BY_DIMS.items() for dims in ("1d", "2d", "3d")},
     "interpolate": F.interpolate,
 }

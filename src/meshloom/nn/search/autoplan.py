@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from meshloom.errors import ArgumentError, expect
-from meshloom.fabric import Machine, Preset, preset
+from meshloom.fabric import Machine, Preset
+from meshloom.fabric.catalogue import as_machine, memory_on
 from meshloom.nn.parallelize import refuse_placed
 from meshloom.nn.search.choosing import Search
 from meshloom.nn.search.ranking import Candidate, Ranking, explain_difference
@@ -19,6 +20,7 @@ from meshloom.nn.search.staging import Staged, loss_of
 from meshloom.nn.search.trials import Loss, Task, default_optimizer
 
 KEPT = 5  # plans that are given back
+Given = str | Machine | Preset  # a machine, or the name of a preset
 _FUNCTIONS = {
     "loss": "give loss(model, batch), which calls the model and gives one number",
     "optimizer": "give optimizer(parameters), such as torch.optim.AdamW",
@@ -28,7 +30,7 @@ _FUNCTIONS = {
 def autoplan(
     module: nn.Module,
     example_batch: Any,
-    machine: str | Machine | Preset,
+    machine: Given,
     devices: int | None = None,
     memory: float | None = None,
     *,
@@ -81,12 +83,7 @@ def rank(search: Search, keep: int = KEPT) -> Ranking:
 
 
 def make_task(
-    module: nn.Module,
-    batch: Any,
-    machine: str | Machine | Preset,
-    devices: int | None = None,
-    memory: float | None = None,
-    **more: Any,
+    module: nn.Module, batch: Any, machine: Given, devices: int | None = None, memory: float | None = None, **more: Any
 ) -> Task:
     """What a search is about, from the arguments of `autoplan`, which are checked."""
     expect("module", module, nn.Module, fix="give a torch.nn.Module")
@@ -94,35 +91,19 @@ def make_task(
     for name in ("loss", "optimizer"):
         if more.get(name) is not None and not callable(more[name]):
             raise ArgumentError(f"{name}={more[name]!r:.80} is no function", fix=_FUNCTIONS[name])
-    found = _machine(machine)
+    found = as_machine(machine)
     if more.get("mode", "train") == "train" and not any(each.requires_grad for each in module.parameters()):
         raise ArgumentError(
             f"this {type(module).__name__} has no parameters to train", fix='mode="prefill" plans for inference'
         )
     count = _count(found) if devices is None else _positive("devices", devices)
-    return Task(module, batch, found, count, found.memory if memory is None else _bytes(memory), **more)
-
-
-def _machine(given: str | Machine | Preset) -> Machine:
-    if isinstance(given, str):
-        return preset(given).machine()
-    if isinstance(given, Preset):
-        return given.machine()
-    expect("machine", given, Machine, fix='give a preset\'s name, such as "galaxy"')
-    return given
+    return Task(module, batch, found, count, memory_on(found, memory), **more)
 
 
 def _count(machine: Machine) -> int:
     if not machine.axes:
         raise ArgumentError(f"machine {machine.name!r} does not say how many devices it has", fix="give devices=8")
     return math.prod(axis.size for axis in machine.axes)
-
-
-def _bytes(memory: float) -> float:
-    expect("memory", memory, (int, float), fix="give the bytes that one device has")
-    if not memory > 0:
-        raise ArgumentError(f"memory={memory!r} is no memory", fix="give the bytes that one device has, above 0")
-    return memory
 
 
 def _positive(what: str, value: int) -> int:

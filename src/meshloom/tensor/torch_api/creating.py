@@ -25,19 +25,17 @@ def _new(name: str) -> Callable[..., object]:
         if isinstance(size, int) and args and name != "full":
             sizes, args = (size, *args), ()
         options = {"mesh": tensor.mesh, "placements": (Replicate(),) * tensor.mesh.ndim}
-        kept = {key: value for key, value in kwargs.items() if key in ("dtype", "device", "requires_grad")}
+        kept = {
+            key: value for key, value in kwargs.items() if key in ("fill_value", "dtype", "device", "requires_grad")
+        }
         return getattr(creation, name)(sizes, *args, **options, **{"dtype": tensor.dtype, **kept})
 
     return overload
 
 
+_LIKE = ("zeros_like", "ones_like", "full_like", "empty_like", "randn_like", "rand_like")
 CREATING: dict[str, Overload] = {
-    "zeros_like": _like(creation.zeros_like),
-    "ones_like": _like(creation.ones_like),
-    "full_like": _like(creation.full_like),
-    "empty_like": _like(creation.empty_like),
-    "randn_like": _like(creation.randn_like),
-    "rand_like": _like(creation.rand_like),
+    **{name: _like(getattr(creation, name)) for name in _LIKE},
     "randint_like": _like(creation_random.randint_like),
     "bernoulli": creation_random.bernoulli,
     "multinomial": creation_random.multinomial,

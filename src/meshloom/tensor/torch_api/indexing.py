@@ -143,11 +143,11 @@ def _index_put_(input: torch.Tensor, indices: Sequence[Any], values: object, acc
     return rewrite("index_put", input, (indices, values, accumulate), {})
 
 
-def _one_hot(tensor: torch.Tensor, num_classes: int = -1, **kwargs: object) -> Tensor:
+def _one_hot(input: torch.Tensor, num_classes: int = -1, **kwargs: object) -> Tensor:
     """Without a number of classes the largest value says it: one small reduction, and a read."""
-    if num_classes == -1 and tensor.numel():
-        num_classes = int(invoke("amax", (tensor,), {})) + 1
-    return table_call("one_hot", tensor, num_classes, **kwargs)
+    if num_classes == -1 and input.numel():
+        num_classes = int(invoke("amax", (input,), {})) + 1
+    return table_call("one_hot", input, num_classes, **kwargs)
 
 
 def _select(input: torch.Tensor, dim: int, index: int) -> Tensor:

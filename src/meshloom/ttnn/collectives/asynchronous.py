@@ -15,7 +15,7 @@ import torch
 
 from meshloom.errors import ArgumentError, OperandError, UnsupportedError
 from meshloom.tensor import collectives as native
-from meshloom.ttnn.collectives.groups import OVER, GroupCall, take_over
+from meshloom.ttnn.collectives.groups import OVER, GroupCall
 from meshloom.ttnn.collectives.literal import (
     ReduceType,
     cut_padding,
@@ -30,9 +30,8 @@ from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.device.subdevices import SubDeviceId
 from meshloom.ttnn.ops import signatures
 from meshloom.ttnn.ops.activations import BcastOpMath
-from meshloom.ttnn.ops.calling import TABLE, Made, op, operands, register
+from meshloom.ttnn.ops.calling import Made, op, operands, register
 from meshloom.ttnn.ops.signatures import CHECKS
-from meshloom.ttnn.tensor.formats import DataType
 from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -177,10 +176,7 @@ def _gather_without_slots(
 
 
 def _reduce(
-    group: GroupCall,
-    math_op: ReduceType = ReduceType.Sum,
-    num_devices: int | None = None,
-    buffer_tensor: Any = None,
+    group: GroupCall, math_op: ReduceType = ReduceType.Sum, num_devices=None, buffer_tensor: Any = None
 ) -> Made:
     if num_devices is not None and num_devices != group.size:
         raise OperandError(f"ttnn.{group.name}: num_devices is {num_devices}, the group has {group.size}")
@@ -262,9 +258,7 @@ for _name, _work, _doc in (
 
 
 @op("experimental.deepseek_moe_reduce_scatter", also="mode", more=GroupCall)
-def deepseek_moe_reduce_scatter(
-    input_tensors: Sequence[Tensor], output_memory_config: MemoryConfig, dim: int, **over: Any
-) -> Made:
+def deepseek_moe_reduce_scatter(input_tensors, output_memory_config, dim, **over) -> Made:
     """As `ttnn.reduce_scatter` of the tensors joined along `dim`: the i-th is what is summed for member i."""
     name = "experimental.deepseek_moe_reduce_scatter"
     _, blocks = operands(name, *input_tensors)
@@ -284,17 +278,17 @@ def deepseek_moe_reduce_scatter(
 
 @op("experimental.neighbor_pad_async")
 def neighbor_pad_async(
-    input_tensor: Tensor,
+    input_tensor,
     dim: int | Sequence[int],
-    padding_left: int | Sequence[int],
-    padding_right: int | Sequence[int],
-    padding_mode: str,
+    padding_left,
+    padding_right,
+    padding_mode,
     cluster_axis: int | Sequence[int],
     *,
-    persistent_output_buffer: Tensor | None = None,
-    logical_h: int = 0,
-    t_front_pad: int = 0,
-    mode: str | None = None,
+    persistent_output_buffer=None,
+    logical_h=0,
+    t_front_pad=0,
+    mode=None,
 ) -> Made:
     """Each member's dim grown by the neighbours' rows: the end of the one before, the beginning of the one after.
 
@@ -347,78 +341,3 @@ def _edge(group: GroupCall, block: Block, place: int, start: int, count: int, of
     own = block.narrow(place, row, 1).expand(found.shape)
     outer = group.here(group.position()) == (0 if offset > 0 else group.size - 1)
     return torch.where(outer.reshape(*outer.shape, *(1,) * (found.dim() - outer.dim())), own, found)
-
-
-# with a product
-
-
-def _product(
-    a: Tensor,
-    b: Tensor,
-    memory_config: MemoryConfig | None,
-    *,
-    bias: Tensor | None = None,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    dtype: DataType | None = None,
-    activation: str | None = None,
-) -> Tensor:
-    how: dict[str, Any] = {"bias": bias, "dtype": dtype, "activation": activation, "memory_config": memory_config}
-    found: Tensor = TABLE["linear"](a, b, transpose_a=transpose_a, transpose_b=transpose_b, **how)
-    return found
-
-
-@op(
-    "experimental.all_gather_matmul_async",
-    also="sub_core_grids use_broadcast use_optimal_ccl_for_llama cluster_axis mode",
-    more=(GroupCall, _product),
-)
-def all_gather_matmul_async(
-    input_tensor: Tensor,
-    weight_tensor: Tensor,
-    persistent_output_buffer: Tensor | None = None,
-    dim: int | None = None,
-    *,
-    memory_config_ag: MemoryConfig | None = None,
-    memory_config_mm: MemoryConfig | None = None,
-    **how: Any,
-) -> list[Tensor]:
-    """`ttnn.all_gather`, then `ttnn.linear` with the weight: both results."""
-    group = GroupCall("experimental.all_gather_matmul_async", input_tensor, **take_over(how))
-    gathered = gather_along(group, dim).tensor(memory_config=memory_config_ag, output=persistent_output_buffer)
-    return [gathered, _product(gathered, weight_tensor, memory_config_mm, **how)]
-
-
-@op("experimental.llama_all_gather_matmul_async", also="core_grid mode", more=(GroupCall, _product))
-def llama_all_gather_matmul_async(
-    input_tensor0: Tensor,
-    input_tensor1: Tensor,
-    dim: int,
-    *,
-    ag_memory_config: MemoryConfig | None = None,
-    mm_memory_config: MemoryConfig | None = None,
-    **how: Any,
-) -> Tensor:
-    """`ttnn.all_gather` of the first, then its product with the second."""
-    group = GroupCall("experimental.llama_all_gather_matmul_async", input_tensor0, **take_over(how))
-    gathered = gather_along(group, dim).tensor(memory_config=ag_memory_config)
-    return _product(gathered, input_tensor1, mm_memory_config, **how)
-
-
-@op("experimental.matmul_reduce_scatter_async", also="cluster_axis mode", more=(GroupCall, _product))
-def matmul_reduce_scatter_async(
-    input_tensor: Tensor,
-    weight_tensor: Tensor,
-    persistent_output_buffer: Tensor | None,
-    dim: int,
-    *,
-    memory_config_rs: MemoryConfig | None = None,
-    memory_config_mm: MemoryConfig | None = None,
-    **how: Any,
-) -> list[Tensor]:
-    """`ttnn.linear` with the weight, then `ttnn.reduce_scatter`: both results."""
-    over = take_over(how)
-    product = _product(input_tensor, weight_tensor, memory_config_mm, **how)
-    group = GroupCall("experimental.matmul_reduce_scatter_async", product, **over)
-    scattered = scatter_along(group, dim).into(persistent_output_buffer)
-    return [product, scattered.tensor(memory_config=memory_config_rs)]

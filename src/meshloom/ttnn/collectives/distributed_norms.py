@@ -12,16 +12,15 @@ import torch
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.tensor import collectives as native
-from meshloom.ttnn.collectives.groups import GroupCall, take_over
-from meshloom.ttnn.ops.activations import Activation, activate
-from meshloom.ttnn.ops.calling import TABLE, Made, op, operands, register
+from meshloom.ttnn.collectives.groups import GroupCall
+from meshloom.ttnn.ops.activations import activate
+from meshloom.ttnn.ops.calling import KEPT, TABLE, Made, op, operands, register, take
 from meshloom.ttnn.ops.copies import typecast
 from meshloom.ttnn.ops.fused_norms import finish, finish_heads, split_and_turn
 from meshloom.ttnn.ops.group_norm import _by_channel as weight_by_channel
 from meshloom.ttnn.ops.normalisation import STATISTICS, affine, as_row, weight_row
 from meshloom.ttnn.ops.topologies import EACH, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout
-from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.padding import count_of, fill_padding
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -92,20 +91,13 @@ def _normalise(
     instead="one weight for all rows",
 )
 def dit_fused_distributed_rmsnorm(
-    input_tensor: Tensor,
-    *,
-    epsilon: float = 1e-05,
-    num_heads_per_device: int = 1,
-    per_head_norm: bool = False,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    **how: Any,
+    input_tensor, *, epsilon=1e-05, num_heads_per_device=1, per_head_norm=False, weight=None, bias=None, **how
 ) -> Tensor:
     """`rms_norm` of rows over a group, then as heads [1, heads, S, D], turned by their angles.
 
     With `per_head_norm` every head has a norm of its own, and nothing is sent.
     """
-    name, over = "experimental.dit_fused_distributed_rmsnorm", take_over(how)
+    name, over = "experimental.dit_fused_distributed_rmsnorm", take(GroupCall, how)
     if per_head_norm:
         exact = typecast(input_tensor, DataType.FLOAT32)
         heads = split_and_turn(name, exact, num_heads_per_device, None, None, None)
@@ -121,34 +113,19 @@ def dit_fused_distributed_rmsnorm(
     more=(GroupCall, finish_heads),
     drops="persistent_output_buffer",
 )
-def dit_fused_distributed_layernorm(
-    input_tensor: Tensor,
-    *,
-    epsilon: float = 1e-05,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    **how: Any,
-) -> Tensor:
+def dit_fused_distributed_layernorm(input_tensor, *, epsilon=1e-05, weight=None, bias=None, **how) -> Tensor:
     """`layer_norm` of rows over a group, then as heads [1, heads, S, D], turned by their angles."""
     name = "experimental.dit_fused_distributed_layernorm"
-    made = _normalise(name, input_tensor, _layer, epsilon, weight, bias, **take_over(how))
+    made = _normalise(name, input_tensor, _layer, epsilon, weight, bias, **take(GroupCall, how))
     return finish_heads(made.tensor(), name=name, like=input_tensor, **how)
 
 
-@op("fused_rms_minimal", also="mode", more=GroupCall, drops="stats")
+@op("fused_rms_minimal", also="mode", more=(GroupCall, KEPT), drops="stats")
 def fused_rms_minimal(
-    input_tensor: Tensor,
-    *,
-    persistent_output_tensor: Tensor | None = None,
-    dtype: DataType | None = None,
-    memory_config: MemoryConfig | None = None,
-    residual_input_tensor: Tensor | None = None,
-    epsilon: float = 1e-12,
-    weight: Tensor | None = None,
-    **over: Any,
+    input_tensor, *, persistent_output_tensor=None, residual_input_tensor=None, epsilon=1e-12, weight=None, **over
 ) -> Tensor:
     """`rms_norm` of rows over a group, of the sum with a residual, which becomes that sum."""
-    name, residual = "fused_rms_minimal", residual_input_tensor
+    name, residual, (memory_config, dtype) = "fused_rms_minimal", residual_input_tensor, KEPT(over)
     made = _normalise(name, input_tensor, _rms, epsilon, weight, None, residual, **over)
     if residual is not None:
         TABLE["add_"](residual, input_tensor)
@@ -160,14 +137,7 @@ def fused_rms_minimal(
 
 @op("experimental.dit_fused_distributed_groupnorm", also="mode", more=GroupCall, drops="persistent_output_buffer")
 def dit_fused_distributed_groupnorm(
-    input_tensor: Tensor,
-    *,
-    num_groups: int,
-    epsilon: float = 1e-05,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    activation: Activation | None = None,
-    **over: Any,
+    input_tensor, *, num_groups, epsilon=1e-05, weight=None, bias=None, activation=None, **over
 ) -> Made:
     """`group_norm` of [N, 1, H * W, C] whose places lie on a group of devices, then an activation."""
     name = "experimental.dit_fused_distributed_groupnorm"
@@ -223,7 +193,7 @@ _create_room("layernorm", 2 * STATISTICS)
 
 
 @op("experimental.dit_fused_distributed_groupnorm_create_stats_buffer", more=GroupCall)
-def dit_fused_distributed_groupnorm_create_stats_buffer(input_tensor: Tensor, num_groups: int, **over: Any) -> Any:
+def dit_fused_distributed_groupnorm_create_stats_buffer(input_tensor, num_groups, **over) -> Any:
     """Room for the statistics of `dit_fused_distributed_groupnorm`; None where nothing is sent."""
     name = "experimental.dit_fused_distributed_groupnorm_create_stats_buffer"
     if num_groups < 1:

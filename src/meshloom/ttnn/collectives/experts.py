@@ -6,9 +6,6 @@ device's own experts are numbered in the order of their numbers. Rows that the o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
@@ -16,7 +13,7 @@ from meshloom.tensor import collectives as native
 from meshloom.ttnn.collectives.groups import GroupCall
 from meshloom.ttnn.collectives.literal import LINKS
 from meshloom.ttnn.ops.block_moves import outside_capture
-from meshloom.ttnn.ops.calling import Made, op, operands
+from meshloom.ttnn.ops.calling import Made, Optionals, op, operands
 from meshloom.ttnn.tensor.formats import DataType, Layout
 from meshloom.ttnn.tensor.parts import Block, each
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -25,13 +22,7 @@ from meshloom.ttnn.tensor.topology import UNKNOWN, PlacementPartial
 
 @op("all_to_all_dispatch", also=LINKS + " mode", more=GroupCall)
 def all_to_all_dispatch(
-    input_tensor: Tensor,
-    expert_indices_tensor: Tensor,
-    expert_mapping_tensor: Tensor,
-    *,
-    output_tensors: Sequence[Tensor] | None = None,
-    output_concat_dim: int = 1,
-    **over: Any,
+    input_tensor, expert_indices_tensor, expert_mapping_tensor, *, output_tensors=None, output_concat_dim=1, **over
 ) -> list[Made]:
     """Tokens [B, 1, S, H] with their experts [B, 1, S, K] to the devices that have the experts.
 
@@ -59,14 +50,14 @@ def all_to_all_dispatch(
 
 @op("experimental.all_to_all_dispatch_metadata", also=LINKS + " mode", more=GroupCall)
 def all_to_all_dispatch_metadata(
-    input_tensor: Tensor,
-    expert_indices_tensor: Tensor,
-    expert_scores_tensor: Tensor,
-    expert_mapping_tensor: Tensor,
+    input_tensor,
+    expert_indices_tensor,
+    expert_scores_tensor,
+    expert_mapping_tensor,
     *,
-    shared_expert_ids: Sequence[int] | None = None,
-    output_tensors: Sequence[Tensor] | None = None,
-    **over: Any,
+    shared_expert_ids=None,
+    output_tensors=None,
+    **over,
 ) -> list[Made]:
     """`all_to_all_dispatch` with the scores of the experts too: tokens, experts, scores of all tokens of the group.
 
@@ -117,13 +108,7 @@ def _owners(name: str, group: GroupCall, mapping: Tensor) -> Block:
 
 @op("all_to_all_combine", also=LINKS + " mode", more=GroupCall)
 def all_to_all_combine(
-    input_tensor: Tensor,
-    expert_metadata_tensor: Tensor,
-    expert_mapping_tensor: Tensor,
-    *,
-    local_reduce: bool = False,
-    output_shard_dim: int = 1,
-    **over: Any,
+    input_tensor, expert_metadata_tensor, expert_mapping_tensor, *, local_reduce=False, output_shard_dim=1, **over
 ) -> Made:
     """What experts made of tokens, [experts of the device, B*D, S, H], back to the devices of the tokens: [K, B, S, H].
 
@@ -198,9 +183,7 @@ def _is_found_before(slot: Block, experts: Block) -> Block:
 
 
 @op("moe_routing_remap")
-def moe_routing_remap(
-    routing_weights_tensor: Tensor, non_zero_weight_size: int, expert_parallel_size: int, cluster_axis: int
-) -> Made:
+def moe_routing_remap(routing_weights_tensor, non_zero_weight_size, expert_parallel_size, cluster_axis: int) -> Made:
     """Of the non-zero weights of a row, shared out in order over the devices along an axis, each keeps its own."""
     name = "moe_routing_remap"
     group = GroupCall(name, routing_weights_tensor, cluster_axis=cluster_axis)
@@ -218,15 +201,12 @@ def moe_routing_remap(
     return group.make(found, group.relabel(PlacementPartial()))
 
 
-@op("moe_expert_token_remap")
+_ROOMS = Optionals("optional_output_mapping_tensor optional_output_reduced_tensor")
+
+
+@op("moe_expert_token_remap", more=_ROOMS)
 def moe_expert_token_remap(
-    topk_tensor: Tensor,
-    expert_mapping_tensor: Tensor,
-    expert_metadata_tensor: Tensor,
-    *,
-    optional_output_mapping_tensor: Tensor | None = None,
-    optional_output_reduced_tensor: Tensor | None = None,
-    reduction_size: int = 16,
+    topk_tensor, expert_mapping_tensor, expert_metadata_tensor, *, reduction_size=16, **rooms
 ) -> list[Made]:
     """The weights [1, B, S, experts] of tokens for a device's own experts, [1, B, S, own], zero where not chosen.
 
@@ -245,10 +225,10 @@ def moe_expert_token_remap(
 
     weights, active = each(local, [group.block, metadata, owned], group.mesh.ndim)
     label = group.label_scatter(group.rank - 1)
-    rows = Layout.ROW_MAJOR
+    rows, (first, second) = Layout.ROW_MAJOR, _ROOMS(rooms)
     return [
-        group.make(weights, label, layout=rows, output=optional_output_mapping_tensor),
-        group.make(active, label, dtype=DataType.UINT16, layout=rows, output=optional_output_reduced_tensor),
+        group.make(weights, label, layout=rows, output=first),
+        group.make(active, label, dtype=DataType.UINT16, layout=rows, output=second),
     ]
 
 

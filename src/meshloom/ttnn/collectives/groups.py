@@ -31,7 +31,6 @@ from meshloom.tensor.base import Tensor as Native
 from meshloom.tensor.moving import same_storage
 from meshloom.ttnn.config import CONFIG
 from meshloom.ttnn.device import fabric
-from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.calling import Made, compute, operands
 from meshloom.ttnn.ops.topologies import by_axis
 from meshloom.ttnn.refusal_levels import refuse, refuse_addition, refuse_if, setting
@@ -89,13 +88,7 @@ class GroupCall:
     """What a collective works on: a tensor, the group of devices that it goes over, and the way to carry it out."""
 
     def __init__(
-        self,
-        name: str,
-        tensor: Tensor,
-        *,
-        cluster_axis: int | None = None,
-        mode: str | None = None,
-        mesh_device: MeshDevice | None = None,
+        self, name: str, tensor: Tensor, *, cluster_axis: int | None = None, mode=None, mesh_device=None
     ) -> None:
         device, (self.block,) = operands(name, tensor)
         if mesh_device is not None and mesh_device is not device:
@@ -383,11 +376,6 @@ class GroupCall:
 
 
 OVER = ("cluster_axis", "mesh_device", "mode")  # what a collective takes beside its tensor
-
-
-def take_over(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a collective, taken out of those of an op."""
-    return {each: given.pop(each) for each in OVER if each in given}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -16,10 +16,9 @@ from meshloom.runtime import MeshCoordinate
 from meshloom.tensor import collectives as native
 from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.collectives.groups import GroupCall
-from meshloom.ttnn.ops.calling import Made, op
+from meshloom.ttnn.ops.calling import Made, Optionals, op
 from meshloom.ttnn.tensor.formats import Layout
 from meshloom.ttnn.tensor.parts import Block, part
-from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import REPLICATE
 
 __all__ = ["ReduceType"]
@@ -32,17 +31,11 @@ LINKS = "num_links topology subdevice_id use_l1_small_for_semaphores chunks_per_
 class ReduceType(Choice):
     """How members of a group are combined."""
 
-    Sum = 0
-    Mean = 1
-    Max = 2
-    Min = 3
-    Std = 4
-    Var = 5
-    Prod = 6
+    Sum, Mean, Max, Min, Std, Var, Prod = range(7)
 
 
 @op("all_gather", also=LINKS + " mesh_device mode", more=GroupCall)
-def all_gather(input_tensor: Tensor, dim: int | None = None, **over: Any) -> Made:
+def all_gather(input_tensor, dim=None, **over) -> Made:
     """Every member of each group holds what all of them hold, one after the other along `dim`.
 
     Without `dim` it is the one that the label says is sharded along the group. Devices of the group that hold no part
@@ -77,7 +70,7 @@ def cut_padding(group: GroupCall, block: Block, dim: int) -> Block:
 
 
 @op("all_reduce", also=LINKS + " mesh_device mode", more=GroupCall)
-def all_reduce(input_tensor: Tensor, **over: Any) -> Made:
+def all_reduce(input_tensor, **over) -> Made:
     """Every member of each group holds the sum of what its members hold.
 
     >>> from meshloom import ttnn
@@ -106,7 +99,7 @@ def reduction(name: str, math_op: ReduceType | None) -> str:
 
 
 @op("reduce_scatter", also=LINKS + " mesh_device mode", more=GroupCall)
-def reduce_scatter(input_tensor: Tensor, dim: int, **over: Any) -> Made:
+def reduce_scatter(input_tensor, dim, **over) -> Made:
     """Member i of each group holds chunk i, along `dim`, of the sum of what its members hold."""
     group = GroupCall("reduce_scatter", input_tensor, **over)
     return scatter_along(group, dim)
@@ -124,7 +117,7 @@ def scatter_along(group: GroupCall, dim: int, math_op: ReduceType = ReduceType.S
 
 
 @op("mesh_partition")
-def mesh_partition(input_tensor: Tensor, dim: int, cluster_axis: int | None = None) -> Made:
+def mesh_partition(input_tensor, dim, cluster_axis: int | None = None) -> Made:
     """Member i of each group keeps chunk i, along `dim`, of its own tensor. Nothing is sent."""
     group = GroupCall("mesh_partition", input_tensor, cluster_axis=cluster_axis)
     place = group.dim(dim, "partition")
@@ -153,7 +146,7 @@ def _check_tiles(group: GroupCall, dim: int, chunk: int) -> None:
 
 
 @op("broadcast", also=LINKS + " mode", more=GroupCall)
-def broadcast(input_tensor: Tensor, sender_coord: MeshCoordinate, **over: Any) -> Made:
+def broadcast(input_tensor, sender_coord, **over) -> Made:
     """Every member of the sender's group holds what the sender holds; other groups keep their own."""
     group = GroupCall("broadcast", input_tensor, **over)
     place = coordinate(group, sender_coord, "sender_coord")
@@ -186,7 +179,7 @@ def _each(group: GroupCall, block: Block | None = None) -> Block:
 
 
 @op("all_broadcast", also=LINKS + " mode", more=GroupCall)
-def all_broadcast(input_tensor: Tensor, **over: Any) -> list[Made]:
+def all_broadcast(input_tensor, **over) -> list[Made]:
     """A tensor for every member of the groups: the k-th is what member k holds, on all members."""
     group = GroupCall("all_broadcast", input_tensor, **over)
     stacked = stack_members(group)
@@ -201,14 +194,7 @@ def stack_members(group: GroupCall, block: Block | None = None) -> Block:
 
 
 @op("point_to_point", also="mode", more=GroupCall)
-def point_to_point(
-    input_tensor: Tensor,
-    sender_coord: MeshCoordinate,
-    receiver_coord: MeshCoordinate,
-    *,
-    output_tensor: Tensor | None = None,
-    **over: Any,
-) -> Made:
+def point_to_point(input_tensor, sender_coord, receiver_coord, *, output_tensor=None, **over) -> Made:
     """The receiver holds what the sender holds; the other parts are zero, or as they were in `output_tensor`."""
     group = GroupCall("point_to_point", input_tensor, **over)
     source = coordinate(group, sender_coord, "sender_coord")
@@ -237,32 +223,23 @@ def point_to_point(
     return group.make(blank, group.apart(group.axes), output=output_tensor)
 
 
-@op("reduce_to_root", also="mode", more=GroupCall)
-def reduce_to_root(
-    input_tensor_l: Tensor,
-    input_tensor_s: Tensor,
-    input_tensor_m: Tensor,
-    root_coord: MeshCoordinate,
-    *,
-    scale_fp32: float = 1.0,
-    output_tensor_l: Tensor | None = None,
-    output_tensor_s: Tensor | None = None,
-    output_tensor_m: Tensor | None = None,
-    **over: Any,
-) -> list[Made]:
+_ROOMS = Optionals("output_tensor_l output_tensor_s output_tensor_m")
+
+
+@op("reduce_to_root", also="mode", more=(GroupCall, _ROOMS))
+def reduce_to_root(input_tensor_l, input_tensor_s, input_tensor_m, root_coord, *, scale_fp32=1.0, **over) -> list[Made]:
     """Attention over parts of the keys, put together on one device: weighted values `l`, weights `s`, maxima `m`.
 
     m = max(m_i), p_i = exp((m_i - m) * scale), s = sum(s_i * p_i), l = sum(l_i * p_i). On other devices it is zero.
     The columns of `l` go in equal runs with the columns of `s` and `m`. Any number of devices takes part.
     """
-    given = (input_tensor_l, input_tensor_s, input_tensor_m)
+    given, outputs = (input_tensor_l, input_tensor_s, input_tensor_m), _ROOMS(over)
     groups = [GroupCall("reduce_to_root", each, **over) for each in given]
     place = coordinate(groups[0], root_coord, "root_coord")
     root = int(groups[0].position()[place])
     stacked = [group.run_on(group.block.unsqueeze(group.at(0)), native.gather, group.at(0), root) for group in groups]
     here = groups[0].place_here(place)
     found = _merge([part(each, here or (0,) * len(place)) for each in stacked], scale_fp32)
-    outputs = (output_tensor_l, output_tensor_s, output_tensor_m)
     return [
         group.make(_alone(group, values, here), group.apart(group.axes), output=out)
         for group, values, out in zip(groups, found, outputs, strict=True)

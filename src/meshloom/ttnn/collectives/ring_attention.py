@@ -15,7 +15,7 @@ from meshloom.ttnn.collectives.groups import GroupCall
 from meshloom.ttnn.collectives.literal import gather_along
 from meshloom.ttnn.ops.attending import attend, attention_topology, within
 from meshloom.ttnn.ops.block_moves import spread
-from meshloom.ttnn.ops.calling import Made, op, operands, register, shared_coords
+from meshloom.ttnn.ops.calling import Made, Optionals, op, operands, register, shared_coords
 from meshloom.ttnn.ops.transformer import check
 from meshloom.ttnn.tensor.boxes import take_box
 from meshloom.ttnn.tensor.parts import Block
@@ -32,11 +32,11 @@ def _joint(
     *,
     persistent_output_buffer_k: Tensor | None = None,
     persistent_output_buffer_v: Tensor | None = None,
-    joint_strategy: str = "rear",
+    joint_strategy="rear",
     logical_n: int | Tensor,
-    scale: float | None = None,
-    dim: int = 2,
-    is_causal: bool = False,
+    scale=None,
+    dim=2,
+    is_causal=False,
     **over: Any,
 ) -> Results:
     """Queries of every device over all keys of its group, then over those of a second sequence that all devices have.
@@ -108,12 +108,12 @@ UNCOVERED = """logical_l is_balanced is_cross kv_cache_batch_idx kv_actual_isl a
 
 def _register_joint(name: str, doc: str, **how: Any) -> None:
     def call(
-        input_tensor_q: Tensor,
-        input_tensor_k: Tensor,
-        input_tensor_v: Tensor,
-        joint_tensor_q: Tensor | None = None,
-        joint_tensor_k: Tensor | None = None,
-        joint_tensor_v: Tensor | None = None,
+        input_tensor_q,
+        input_tensor_k,
+        input_tensor_v,
+        joint_tensor_q=None,
+        joint_tensor_k=None,
+        joint_tensor_v=None,
         **options: Any,
     ) -> Results:
         own, joint = (input_tensor_q, input_tensor_k, input_tensor_v), (joint_tensor_q, joint_tensor_k, joint_tensor_v)
@@ -134,17 +134,12 @@ _register_joint(
 )
 
 
-@op("transformer.ring_distributed_scaled_dot_product_attention")
+_PAGES = Optionals("page_table chunk_start_idx")
+
+
+@op("transformer.ring_distributed_scaled_dot_product_attention", more=_PAGES)
 def ring_distributed_scaled_dot_product_attention(
-    input_tensor_q: Tensor,
-    input_tensor_k: Tensor,
-    input_tensor_v: Tensor,
-    ring_size: int,
-    ring_id: int | None = None,
-    *,
-    scale: float | None = None,
-    page_table: Tensor | None = None,
-    chunk_start_idx: int | None = None,
+    input_tensor_q, input_tensor_k, input_tensor_v, ring_size, ring_id=None, *, scale=None, **pages
 ) -> Made:
     """Causal attention of queries, keys and values that all devices have, for an equal share of the queries each.
 
@@ -152,7 +147,7 @@ def ring_distributed_scaled_dot_product_attention(
     Without `ring_id`, r is the device's place along the mesh axis of that size.
     """
     name = "transformer.ring_distributed_scaled_dot_product_attention"
-    if page_table is not None or chunk_start_idx is not None:
+    if any(each is not None for each in _PAGES(pages)):
         raise UnsupportedError(f"ttnn.{name}: pages are not covered", fix="chunked_scaled_dot_product_attention")
     tensors = (input_tensor_q, input_tensor_k, input_tensor_v)
     _, (q, k, v) = operands(name, *tensors)

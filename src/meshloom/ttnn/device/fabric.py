@@ -34,15 +34,8 @@ __all__ = (
 class FabricConfig(Choice):
     """How devices are linked for collectives."""
 
-    DISABLED = 0
-    FABRIC_1D_NEIGHBOR_EXCHANGE = 1
-    FABRIC_1D = 2
-    FABRIC_1D_RING = 3
-    FABRIC_2D = 4
-    FABRIC_2D_TORUS_X = 5
-    FABRIC_2D_TORUS_Y = 6
-    FABRIC_2D_TORUS_XY = 7
-    CUSTOM = 8
+    DISABLED, FABRIC_1D_NEIGHBOR_EXCHANGE, FABRIC_1D, FABRIC_1D_RING = range(4)
+    FABRIC_2D, FABRIC_2D_TORUS_X, FABRIC_2D_TORUS_Y, FABRIC_2D_TORUS_XY, CUSTOM = range(4, 9)
 
 
 class FabricReliabilityMode(Choice):
@@ -161,10 +154,7 @@ def check_opening(system: System, ids: Sequence[int]) -> None:
         )
 
 
-_KINDS = {
-    FabricConfig.FABRIC_1D_RING: MeshType.Ring,
-    FabricConfig.FABRIC_2D_TORUS_XY: MeshType.Torus,
-}
+_KINDS = {FabricConfig.FABRIC_1D_RING: MeshType.Ring, FabricConfig.FABRIC_2D_TORUS_XY: MeshType.Torus}
 _CLOSED = {  # axes that the configuration closes to rings: X is along rows
     FabricConfig.FABRIC_1D_RING: (0, 1),
     FabricConfig.FABRIC_2D_TORUS_X: (1,),

@@ -12,14 +12,7 @@ from meshloom.runtime.geometry import MeshCoordinate, MeshCoordinateRange, MeshS
 if TYPE_CHECKING:
     from meshloom.ttnn.device.mesh_device import MeshDevice
 
-__all__ = [
-    "MeshCoordinate",
-    "MeshCoordinateRange",
-    "MeshCoordinateRangeSet",
-    "MeshDeviceView",
-    "MeshShape",
-    "MeshType",
-]
+__all__ = ["MeshCoordinate", "MeshCoordinateRange", "MeshCoordinateRangeSet", "MeshDeviceView", "MeshShape", "MeshType"]
 
 
 class MeshCoordinateRangeSet:

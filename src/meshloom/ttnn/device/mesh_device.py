@@ -143,8 +143,7 @@ class MeshDevice(SubDevices):
             raise TraceError("a mesh cannot be reshaped during trace capture", fix="do it before or after the capture")
         if math.prod(sizes) != self.get_num_devices():
             raise OperandError(
-                "New shape must have the same number of devices as current shape: "
-                f"{MeshShape(*sizes)} and {self.shape}",
+                f"New shape must have the same number of devices as current shape: {MeshShape(*sizes)} and {self.shape}"
             )
         wanted = self._ids_in(sizes)
         now = self.get_device_ids()

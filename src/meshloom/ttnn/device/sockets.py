@@ -184,7 +184,7 @@ def _check_end(name: str, tensor: Tensor, socket: MeshSocket, endpoint: SocketEn
 
 
 @op("experimental.send_async", "experimental.send_direct_async")
-def send_async(input_tensor: Tensor, mesh_socket: MeshSocket) -> list[Tensor]:
+def send_async(input_tensor, mesh_socket) -> list[Tensor]:
     """Send what the sending devices of a socket hold."""
     _check_end("experimental.send_async", input_tensor, mesh_socket, SocketEndpoint.SENDER)
     parts = [part(input_tensor.block, source).clone() for source, _ in _pairs(mesh_socket)]
@@ -197,7 +197,7 @@ def send_async(input_tensor: Tensor, mesh_socket: MeshSocket) -> list[Tensor]:
 
 
 @op("experimental.recv_async", "experimental.recv_direct_async")
-def recv_async(output_tensor: Tensor, mesh_socket: MeshSocket) -> list[Tensor]:
+def recv_async(output_tensor, mesh_socket) -> list[Tensor]:
     """Receive what was sent first into a tensor, at the receiving devices of a socket."""
     name = "experimental.recv_async"
     _check_end(name, output_tensor, mesh_socket, SocketEndpoint.RECEIVER)

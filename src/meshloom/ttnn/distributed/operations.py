@@ -130,19 +130,16 @@ def run_on_wholes(
     if activation is not None:
         _check_no_terms(name, several)
         parts = [(activate(block, activation), label) for block, label in parts]
-    made = [
-        result(
-            block.clone() if any(same_storage(block, each) for each in blocks) else block,
-            like,
-            topology=label,
-            dtype=_kind_at(name, place, kind, wholes[0]),
-            layout=layout or LAYOUTS.get(name),
-            memory_config=memory_config,
-            output_tensor=output_tensor,
-            coords=None if like._coords is None else tuple(label.mesh_coords()),
-        )
-        for place, (block, label) in enumerate(parts)
-    ]
+    kept: dict[str, Any] = {
+        "layout": layout or LAYOUTS.get(name),
+        "memory_config": memory_config,
+        "output_tensor": output_tensor,
+    }
+    made = []
+    for place, (block, label) in enumerate(parts):
+        own = block.clone() if any(same_storage(block, each) for each in blocks) else block
+        dtype, coords = _kind_at(name, place, kind, wholes[0]), None if like._coords is None else label.mesh_coords()
+        made.append(result(own, like, topology=label, dtype=dtype, coords=coords and tuple(coords), **kept))
     return made if isinstance(found, (tuple, list)) else made[0]
 
 
@@ -224,7 +221,7 @@ def _choose_rows(strategy: Strategy, mesh: Mesh) -> contextlib.AbstractContextMa
     return choose(**dict(zip(mesh.axes, rows, strict=True)))
 
 
-# what is computed in native tensors
+# what is computed: a function takes the arguments of an op, with native tensors for those of ttnn
 
 
 def _plainly(name: str) -> Compute:
@@ -254,29 +251,14 @@ def native(name: str, *args: object, **options: object) -> Native:
     return found
 
 
-def _linear(
-    *,
-    output: Output,
-    input_tensor_a: Native,
-    input_tensor_b: Native,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    bias: Native | None = None,
-) -> Native:
+def _linear(*, output, input_tensor_a, input_tensor_b, transpose_a=False, transpose_b=False, bias=None) -> Native:
     turns = ((input_tensor_a, transpose_a), (input_tensor_b, transpose_b))
     found = native("matmul", *(x.transpose(-1, -2) if turn and x.ndim > 1 else x for x, turn in turns), output=output)
     return found if bias is None else native("add", found, bias, output=output)
 
 
 def _norm(
-    name: str,
-    *,
-    output: Output,
-    input_tensor: Native,
-    epsilon: float = 1e-12,
-    weight: Native | None = None,
-    bias: Native | None = None,
-    residual_input_tensor: Native | None = None,
+    name: str, *, output, input_tensor, epsilon=1e-12, weight=None, bias=None, residual_input_tensor=None
 ) -> Native:
     """A norm of every row; its weight and bias may have any shape of one row, and a residual is added first."""
     x = input_tensor if residual_input_tensor is None else native("add", input_tensor, residual_input_tensor)
@@ -287,16 +269,7 @@ def _norm(
     return found if shift is None else native("add", found, shift, output=output)
 
 
-def _reduction(
-    name: str,
-    *,
-    output: Output,
-    input_tensor: Native,
-    dim: int | Sequence[int] | None = None,
-    scalar: float = 1.0,
-    correction: bool = True,
-    **keeps: bool,
-) -> Native:
+def _reduction(name: str, *, output, input_tensor, dim=None, scalar=1.0, correction=True, **keeps: bool) -> Native:
     dims = list(range(input_tensor.ndim) if dim is None else _as_list(dim))
     more = {"correction": int(correction)} if name in ("std", "var") else {}
     found = input_tensor
@@ -305,38 +278,31 @@ def _reduction(
     return found if scalar == 1.0 else native("mul", found, scalar, output=output)
 
 
-def _scan(name: str, *, output: Output, dim: int, reverse_order: bool = False, **given: Native) -> Native:
+def _scan(name: str, *, output, dim, reverse_order=False, **given: Native) -> Native:
     (x,) = given.values()
     found = native(name, x.flip(dim) if reverse_order else x, dim, output=output)
     return native("flip", found, (dim,)) if reverse_order else found
 
 
-def _loss(name: str, *, output: Output, reduction: Any = None, **both: Native) -> Native:
+def _loss(name: str, *, output, reduction=None, **both: Native) -> Native:
     return native(
         name, *both.values(), reduction="none" if reduction is None else reduction.name.lower(), output=output
     )
 
 
-def _prelu(*, output: Output, input_tensor_a: Native, weight: Any) -> Native:
+def _prelu(*, output, input_tensor_a, weight) -> Native:
     x = input_tensor_a
     if isinstance(weight, Native) and weight.ndim == 1 < x.ndim:
         weight = weight.reshape(1, -1, *(1,) * (x.ndim - 2))
     return native("where", x < 0, x * weight, x, output=output)
 
 
-def _outer(*, output: Output, input_tensor_a: Native, input_tensor_b: Native) -> Native:
+def _outer(*, output, input_tensor_a, input_tensor_b) -> Native:
     lead = (1,) * (max(input_tensor_a.ndim, 2) - 2)
     return native("mul", input_tensor_a.reshape(*lead, -1, 1), input_tensor_b.reshape(*lead, 1, -1), output=output)
 
 
-def _pad(
-    *,
-    output: Output,
-    input_tensor: Native,
-    padding: Sequence[Any],
-    input_tensor_start: object = 0.0,
-    value: float = 0.0,
-) -> Native:
+def _pad(*, output, input_tensor, padding, input_tensor_start=0.0, value=0.0) -> Native:
     if padding and not isinstance(padding[0], (tuple, list)):  # the shape of the result, and where the tensor starts
         starts = _as_list(input_tensor_start) if input_tensor_start else (0,) * input_tensor.ndim
         sizes = zip(padding, input_tensor.shape, starts, strict=True)
@@ -347,7 +313,7 @@ def _pad(
     return native("pad", input_tensor, flat, value=value, output=output)
 
 
-def _embedding(*, output: Output, input_tensor: Any, weight: Native, padding_idx: int | None = None) -> Native:
+def _embedding(*, output, input_tensor, weight, padding_idx=None) -> Native:
     if any(size != 1 for size in weight.shape[:-2]):
         raise OperandError(f"ttnn.distributed.embedding: weight is {list(weight.shape)}", fix="give a table [V, H]")
     rows, index = weight.reshape(-1, weight.shape[-1]), input_tensor
@@ -358,14 +324,7 @@ def _embedding(*, output: Output, input_tensor: Any, weight: Native, padding_idx
 
 
 def _attention(
-    *,
-    output: Output,
-    input_tensor_q: Native,
-    input_tensor_k: Native,
-    input_tensor_v: Native,
-    attn_mask: Native | None = None,
-    is_causal: bool = True,
-    scale: float | None = None,
+    *, output, input_tensor_q, input_tensor_k, input_tensor_v, attn_mask=None, is_causal=True, scale=None
 ) -> Native:
     name = "scaled_dot_product_attention"
     if is_causal and attn_mask is not None:

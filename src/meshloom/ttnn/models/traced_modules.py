@@ -29,6 +29,15 @@ class MaxPool2dArgs(ModuleArgs):
     """The arguments of a max pooling."""
 
 
+_PAIRS = frozenset("kernel_size stride padding dilation".split())  # for height and width, or one number for both
+
+
+def _told(module: torch.nn.Module, names: str) -> dict[str, Any]:
+    """What a module says of itself."""
+    told = {name: getattr(module, name) for name in names.split()}
+    return {name: _pair(value) if name in _PAIRS else value for name, value in told.items()}
+
+
 def _pair(value: Any) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (int(value[0]), int(value[1]))
 
@@ -37,37 +46,16 @@ def _of_conv2d(module: torch.nn.Conv2d, shape: torch.Size) -> Conv2dArgs:
     if isinstance(module.padding, str):
         raise OperandError(f"Conv2d(padding={module.padding!r}) has no numbers", fix="give the padding as numbers")
     batch, _, height, width = shape
-    return Conv2dArgs(
-        in_channels=module.in_channels,
-        out_channels=module.out_channels,
-        kernel_size=_pair(module.kernel_size),
-        stride=_pair(module.stride),
-        padding=_pair(module.padding),
-        dilation=_pair(module.dilation),
-        groups=module.groups,
-        padding_mode=module.padding_mode,
-        batch_size=batch,
-        input_height=height,
-        input_width=width,
-        dtype=DataType.BFLOAT16,
-        weights_dtype=DataType.BFLOAT16,
-    )
+    own = _told(module, "in_channels out_channels kernel_size stride padding dilation groups padding_mode")
+    sizes = {"batch_size": batch, "input_height": height, "input_width": width}
+    return Conv2dArgs(**own, **sizes, dtype=DataType.BFLOAT16, weights_dtype=DataType.BFLOAT16)
 
 
 def _of_max_pool2d(module: torch.nn.MaxPool2d, shape: torch.Size) -> MaxPool2dArgs:
     batch, channels, height, width = shape
-    return MaxPool2dArgs(
-        kernel_size=_pair(module.kernel_size),
-        stride=_pair(module.stride),
-        padding=_pair(module.padding),
-        dilation=_pair(module.dilation),
-        ceil_mode=module.ceil_mode,
-        batch_size=batch,
-        channels=channels,
-        input_height=height,
-        input_width=width,
-        dtype=DataType.BFLOAT16,
-    )
+    own = _told(module, "kernel_size stride padding dilation ceil_mode")
+    sizes = {"batch_size": batch, "channels": channels, "input_height": height, "input_width": width}
+    return MaxPool2dArgs(**own, **sizes, dtype=DataType.BFLOAT16)
 
 
 _KINDS: dict[type[torch.nn.Module], Callable[[Any, torch.Size], ModuleArgs]] = {
@@ -156,19 +144,8 @@ class MaxPool2d:
         self.args = args
 
     def __call__(self, activation: Tensor) -> Tensor:
-        args = self.args
-        found: Tensor = TABLE["max_pool2d"](
-            activation,
-            args.batch_size,
-            args.input_height,
-            args.input_width,
-            args.channels,
-            args.kernel_size,
-            args.stride,
-            args.padding,
-            args.dilation,
-            args.ceil_mode,
-        )
+        names = "batch_size input_height input_width channels kernel_size stride padding dilation ceil_mode"
+        found: Tensor = TABLE["max_pool2d"](activation, *(self.args[name] for name in names.split()))
         return found
 
     def __repr__(self) -> str:

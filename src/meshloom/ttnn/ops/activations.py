@@ -19,15 +19,7 @@ from meshloom.ttnn.ops.calling import REQUIRED
 from meshloom.ttnn.ops.topologies import EACH, LINEAR, Named, rule_of
 from meshloom.ttnn.tensor.parts import Block
 
-__all__ = [
-    "BcastOpDim",
-    "BcastOpMath",
-    "GeluVariant",
-    "LossReductionMode",
-    "SigmoidMode",
-    "UnaryOpType",
-    "UnaryWithParam",
-]
+__all__ = ("BcastOpDim BcastOpMath GeluVariant LossReductionMode SigmoidMode UnaryOpType UnaryWithParam").split()
 
 
 class GeluVariant(enum.Enum):

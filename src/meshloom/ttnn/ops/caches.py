@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ from meshloom.placement import Shard
 from meshloom.runtime import state
 from meshloom.ttnn.ops.attending import check_positions, positions_of, regroup
 from meshloom.ttnn.ops.block_moves import copy_parts, inside, row_offsets, spread, writable_block
-from meshloom.ttnn.ops.calling import op, operands
+from meshloom.ttnn.ops.calling import Optionals, op, operands
 from meshloom.ttnn.ops.topologies import Frame, Rows, rows, topology_of
 from meshloom.ttnn.tensor.boxes import take_box
 from meshloom.ttnn.tensor.formats import rounded
@@ -36,7 +35,7 @@ Coords = Collection[Sequence[int]] | None
     "kv_cache.fill_cache_for_user_",
     spelled={"cache": "cache_tensor", "input": "input_tensor", "batch_index": "batch_idx"},
 )
-def fill_cache(cache_tensor: Tensor, input_tensor: Tensor, batch_idx: int, *, update_idx: int = 0) -> Tensor:
+def fill_cache(cache_tensor, input_tensor, batch_idx, *, update_idx=0) -> Tensor:
     """Write [1, H, s, D] into the cache of one user, from a position on."""
     _, (_, values) = operands("fill_cache", cache_tensor, input_tensor)
     users, heads, length, size = cache_tensor.shape
@@ -64,7 +63,7 @@ def fill_cache(cache_tensor: Tensor, input_tensor: Tensor, batch_idx: int, *, up
     "kv_cache.update_cache_for_token_",
     spelled={"cache_tensor": "cache", "input_tensor": "input", "update_index": "update_idx"},
 )
-def update_cache(cache: Tensor, input: Tensor, update_idx: int, batch_offset: int = 0) -> Tensor:
+def update_cache(cache, input, update_idx, batch_offset=0) -> Tensor:
     """Write one token of every user, [1, H, users, D], at one position of the cache."""
     _, (_, values) = operands("update_cache", cache, input)
     users, heads, length, size = cache.shape
@@ -84,23 +83,15 @@ def update_cache(cache: Tensor, input: Tensor, update_idx: int, batch_offset: in
 # every user at its own position, maybe in pages
 
 
-@op("experimental.paged_update_cache")
-def paged_update_cache(
-    cache_tensor: Tensor,
-    input_tensor: Tensor,
-    *,
-    update_idxs: Sequence[int] = (),
-    update_idxs_tensor: Tensor | None = None,
-    share_cache: bool | None = None,
-    page_table: Tensor | None = None,
-    batch_offset: int = 0,
-    mesh_coords: Coords = None,
-    block_size: int | None = None,
-    num_kv_heads: int | None = None,
-    cache_position_modulo: int | None = None,
-) -> Tensor:
+_PAGED = Optionals("mesh_coords block_size cache_position_modulo")
+_UPDATE = Optionals("update_idxs_tensor share_cache page_table num_kv_heads", update_idxs=(), batch_offset=0)
+
+
+@op("experimental.paged_update_cache", more=(_UPDATE, _PAGED))
+def paged_update_cache(cache_tensor, input_tensor, **how) -> Tensor:
     """Write one token of every user, [1, B, H, D], each at its own position: of [B, H, S, D], or of pages."""
-    name = "experimental.paged_update_cache"
+    name, (mesh_coords, block_size, cache_position_modulo) = "experimental.paged_update_cache", _PAGED(how)
+    update_idxs_tensor, share_cache, page_table, num_kv_heads, update_idxs, batch_offset = _UPDATE(how)
     others = [tensor for tensor in (update_idxs_tensor, page_table) if tensor is not None]
     blocks = operands(name, cache_tensor, input_tensor, *others)[1]
     axes, users = len(cache_tensor._grid), blocks[1].shape[len(cache_tensor._grid) + 1]
@@ -136,30 +127,21 @@ def paged_update_cache(
     return _update_label(cache_tensor, input_tensor, (1, 2, 3), (0, 1, 3), others)
 
 
-@op("experimental.paged_fused_update_cache", more=paged_update_cache)
+@op("experimental.paged_fused_update_cache", more=(_UPDATE, _PAGED))
 def paged_fused_update_cache(
-    cache_tensor1: Tensor, input_tensor1: Tensor, cache_tensor2: Tensor, input_tensor2: Tensor, **how: Any
+    cache_tensor1, input_tensor1, cache_tensor2, input_tensor2, **how
 ) -> tuple[Tensor, Tensor]:
     """`paged_update_cache` of two caches."""
     first = paged_update_cache(cache_tensor1, input_tensor1, **how)
     return first, paged_update_cache(cache_tensor2, input_tensor2, **how)
 
 
-@op("experimental.paged_fill_cache")
+@op("experimental.paged_fill_cache", more=_PAGED)
 def paged_fill_cache(
-    cache_tensor: Tensor,
-    input_tensor: Tensor,
-    page_table: Tensor,
-    *,
-    batch_idx_tensor: Tensor | None = None,
-    batch_idx: int = 0,
-    mesh_coords: Coords = None,
-    block_size: int | None = None,
-    cache_position_modulo: int | None = None,
-    valid_seq_len_tensor: Tensor | None = None,
+    cache_tensor, input_tensor, page_table, *, batch_idx_tensor=None, batch_idx=0, valid_seq_len_tensor=None, **how
 ) -> Tensor:
     """Write a sequence, [1, H, S, D], into the pages of one user."""
-    name = "experimental.paged_fill_cache"
+    name, (mesh_coords, block_size, cache_position_modulo) = "experimental.paged_fill_cache", _PAGED(how)
     others = [tensor for tensor in (page_table, batch_idx_tensor, valid_seq_len_tensor) if tensor is not None]
     blocks = operands(name, cache_tensor, input_tensor, *others)[1]
     axes = len(cache_tensor.grid)
@@ -324,7 +306,7 @@ def _unknown(cache: Tensor) -> Tensor:
 
 
 @op("plus_one")
-def plus_one(input_tensor: Tensor, skip_negative_entries: bool = False) -> Tensor:
+def plus_one(input_tensor: Tensor, skip_negative_entries=False) -> Tensor:
     """One more, in place; entries below zero stay if asked for."""
     _, (block,) = operands("plus_one", input_tensor)
     if input_tensor.dtype.is_float:

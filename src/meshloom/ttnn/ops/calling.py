@@ -1,9 +1,9 @@
 """What all ops share: the table of them, the checks of their operands, and how a result becomes a tensor.
 
-An op is a function that is registered under its dotted name by `@op`. It names the arguments that it reads; all others
-of TTNN's are known from the text of signatures. It asks `operands` for blocks, computes a block with plain array calls,
-and returns it as `Made` with the label of the result. `op` does the rest, as the caller's arguments say: dtype and
-rounding, room in memory, the tensor to write to.
+An op is a function that is registered under its dotted name by `@op`. It names the arguments that it reads, of the
+types that `arguments` has for their names; all others of TTNN's are known from the text of signatures. It asks
+`operands` for blocks, computes a block with plain array calls, and returns it as `Made` with the label of the result.
+`op` does the rest, as the caller's arguments say: dtype and rounding, room in memory, the tensor to write to.
 """
 
 from __future__ import annotations
@@ -279,17 +279,64 @@ def describe(operation: Any) -> Any:
     return operation
 
 
+@functools.cache
+def _names_of(function: Function) -> tuple[str, ...]:
+    listed = inspect.signature(function).parameters.values()
+    return tuple(each.name for each in listed if each.kind is inspect.Parameter.KEYWORD_ONLY)
+
+
+def take(function: Function, how: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that a function takes by name, taken out of those of an op.
+
+    >>> how = {"x": 1, "y": 2}
+    >>> take(lambda *, y=0: y, how), how
+    ({'y': 2}, {'x': 1})
+    """
+    return {each: how.pop(each) for each in _names_of(function) if each in how}
+
+
+class Optionals:
+    """Arguments that travel together, by their names and what they are unless given: None, or what is said here.
+
+    An op takes those that it has among its `more`, as far as the original has them, and asks for their values.
+
+    >>> added = Optionals("base factor", scalar=1.0)
+    >>> how = {"factor": 2, "bias": 3}
+    >>> added(how), how
+    ([None, 2, 1.0], {'bias': 3})
+    """
+
+    def __init__(self, names: str = "", **defaults: Any) -> None:
+        self.defaults = {**dict.fromkeys(names.split()), **defaults}
+        named = inspect.Parameter.KEYWORD_ONLY
+        listed = [inspect.Parameter(each, named, default=default) for each, default in self.defaults.items()]
+        self.__signature__ = inspect.Signature(listed)
+
+    def __call__(self, how: dict[str, Any]) -> list[Any]:
+        """Their values, taken out of the arguments of an op."""
+        return [how.pop(each, default) for each, default in self.defaults.items()]
+
+
+KEPT = Optionals("memory_config dtype")  # how a result is kept, for ops that hand it on to another
+
+
 REQUIRED = inspect.Parameter.empty
 
 
-def with_arguments(name: str, doc: str, takes: Mapping[str, Any], function: Function) -> Function:
+def with_arguments(
+    name: str, doc: str, takes: Mapping[str, Any], function: Function, kinds: Mapping[str, str] = NOTHING
+) -> Function:
     """A function that is told what it takes, with defaults: it is called with all of it, in that order.
+
+    `kinds` are the types of arguments that `help` shows otherwise than by their names.
 
     >>> with_arguments("scaled", "x * y", {"x": REQUIRED, "y": 2}, lambda x, y: x * y)(x=3)
     6
     """
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    listed = [inspect.Parameter(each, kind, default=default) for each, default in takes.items()]
+    listed = [
+        inspect.Parameter(each, kind, default=takes[each], annotation=kinds.get(each, REQUIRED)) for each in takes
+    ]
     signature = inspect.Signature(listed, return_annotation=function.__annotations__.get("return", REQUIRED))
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -430,15 +477,7 @@ def make(
 
 
 def result(
-    block: Block,
-    like: Tensor,
-    *,
-    topology: TensorTopology,
-    dtype: DataType | None = None,
-    layout: Layout | None = None,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
-    coords: tuple[MeshCoordinate, ...] | None = None,
+    block: Block, like: Tensor, *, topology: TensorTopology, output_tensor: Tensor | None = None, **how: Any
 ) -> Tensor:
     """A block as a tensor: format, label and memory as its first operand's, unless said otherwise."""
-    return Made(block, like, topology, dtype, layout, memory_config, output_tensor, coords).tensor()
+    return Made(block, like, topology, output=output_tensor, **how).tensor()

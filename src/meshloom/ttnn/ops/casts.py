@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError, UnsupportedError
-from meshloom.ttnn.ops.calling import Made, make, op, operands
+from meshloom.ttnn.ops.calling import KEPT, Made, Optionals, make, op, operands
 from meshloom.ttnn.ops.copies import typecast
 from meshloom.ttnn.ops.topologies import EACH, moves, same
 from meshloom.ttnn.tensor.formats import DataType, Layout, rounded
@@ -28,7 +28,7 @@ _BITS = {
 
 
 @op("bitcast")
-def bitcast(input_tensor: Tensor, dtype: DataType) -> Made:
+def bitcast(input_tensor, dtype) -> Made:
     """The same bits as elements of another dtype of that size: 1.0 of float32 is 1065353216 of int32."""
     _, (block,) = operands("bitcast", input_tensor)
     given, wanted = _BITS.get(input_tensor.dtype), _BITS.get(dtype)
@@ -44,34 +44,24 @@ def bitcast(input_tensor: Tensor, dtype: DataType) -> Made:
     return made
 
 
-@op("experimental.quasar.typecast")
+@op("experimental.quasar.typecast", more=KEPT)
 def quasar_typecast(
-    input_tensor: Tensor,
-    *positions: Any,
-    dtype: DataType | None = None,
-    input_dtype: DataType | None = None,
-    output_dtype: DataType | None = None,
-    memory_config: MemoryConfig | None = None,
-    optional_output_tensor: Tensor | None = None,
+    input_tensor, *positions: Any, dtype=None, input_dtype=None, output_dtype=None, optional_output_tensor=None, **how
 ) -> Tensor:
     """`typecast` with everything by position: the dtype, or that of the input and that of the result, come first."""
     kinds = [each for each in positions if isinstance(each, DataType)]
     kinds += [each for each in (input_dtype, output_dtype, dtype) if each is not None]
-    memory = next((each for each in positions if isinstance(each, MemoryConfig)), memory_config)
+    memory = next((each for each in positions if isinstance(each, MemoryConfig)), how.get("memory_config"))
     output = next((each for each in positions if isinstance(each, Tensor)), optional_output_tensor)
     if not 1 <= len(kinds) <= 2:
         raise ArgumentError("ttnn.experimental.quasar.typecast takes a dtype, or two", fix="typecast(x, ttnn.float32)")
-    found: Tensor = typecast(input_tensor, *kinds, memory_config=memory, output_tensor=output)
-    return found
+    return typecast(input_tensor, *kinds, memory_config=memory, output_tensor=output)
 
 
 @op("experimental.quantize_weights_via_host")
-def quantize_weights_via_host(
-    device_tensor: Tensor, *, dtype: DataType, memory_config: MemoryConfig | None = None
-) -> Tensor:
+def quantize_weights_via_host(device_tensor, *, dtype, memory_config=None) -> Tensor:
     """A weight in another dtype, usually a block float, on the device again."""
-    found: Tensor = typecast(device_tensor, dtype, memory_config=memory_config)
-    return found
+    return typecast(device_tensor, dtype, memory_config=memory_config)
 
 
 # eight bits with a scale for every run of a token's elements
@@ -82,7 +72,7 @@ SMALLEST = 1e-4  # below which a run of small numbers is not scaled up any more
 
 
 @op("experimental.deepseek_prefill.per_token_cast_to_fp8")
-def per_token_cast_to_fp8(input_tensor: Tensor, *, round_scale_to_power_of_two: bool = False) -> tuple[Made, Made]:
+def per_token_cast_to_fp8(input_tensor, *, round_scale_to_power_of_two=False) -> tuple[Made, Made]:
     """Every run of 128 elements over its scale, in eight bits, and the scales in float32: [..., H] and [..., H / 128].
 
     The scale is the largest magnitude over 448, maybe up to the next power of two.
@@ -107,22 +97,16 @@ def _runs(name: str, block: Block, tensor: Tensor) -> Block:
     return found
 
 
-@op("experimental.deepseek_prefill.per_token_cast_back")
+_REGIONS = Optionals("expert_region_offsets expert_token_counts global_expert_idx_table metadata", experts_per_chip=0)
+
+
+@op("experimental.deepseek_prefill.per_token_cast_back", more=_REGIONS)
 def per_token_cast_back(
-    input_e4m3: Tensor,
-    input_scale: Tensor | None = None,
-    output_dtype: DataType | None = None,
-    narrow_scales_to_bf16: bool = False,
-    token_count_aware: bool = False,
-    expert_region_offsets: Tensor | None = None,
-    expert_token_counts: Tensor | None = None,
-    global_expert_idx_table: Tensor | None = None,
-    experts_per_chip: int = 0,
-    metadata: Tensor | None = None,
+    input_e4m3, input_scale=None, output_dtype=None, narrow_scales_to_bf16=False, token_count_aware=False, **regions
 ) -> Made:
     """Elements of eight bits times the scales of their runs, in bfloat16 unless another dtype is asked for."""
     name = "experimental.deepseek_prefill.per_token_cast_back"
-    if token_count_aware or metadata is not None:
+    if token_count_aware or regions.get("metadata") is not None:
         raise UnsupportedError(f"ttnn.{name}: scales inside of metadata are not covered", fix="input_scale=")
     given = [input_e4m3] if input_scale is None else [input_e4m3, input_scale]
     _, (block, *scales) = operands(name, *given)

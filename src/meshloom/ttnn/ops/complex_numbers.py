@@ -63,8 +63,7 @@ def _check(name: str, *values: Any) -> None:
     for each in values:
         if not isinstance(each, ComplexTensor):
             raise ArgumentError(
-                f"ttnn.{name} takes a ComplexTensor, not a {type(each).__name__}",
-                fix="ttnn.complex_tensor(real, imag)",
+                f"ttnn.{name} takes a ComplexTensor, not a {type(each).__name__}", fix="ttnn.complex_tensor(real, imag)"
             )
 
 
@@ -94,7 +93,7 @@ def _pair(z: Block, rule: Named, *values: Number, memory_config: MemoryConfig | 
 
 
 @op("complex_tensor")
-def complex_tensor(real: Tensor, imag: Tensor) -> ComplexTensor:
+def complex_tensor(real, imag) -> ComplexTensor:
     """Two tensors as one of complex numbers."""
     return ComplexTensor(real, imag)
 
@@ -142,7 +141,7 @@ def is_imag(input_tensor: ComplexTensor) -> Made:
 
 
 @op("conj")
-def conj(input_tensor: ComplexTensor, *, memory_config: MemoryConfig | None = None) -> ComplexTensor:
+def conj(input_tensor: ComplexTensor, *, memory_config=None) -> ComplexTensor:
     """The same real parts, and imaginary ones with the other sign."""
     _check("conj", input_tensor)
     (z,) = _blocks("conj", input_tensor)
@@ -150,7 +149,7 @@ def conj(input_tensor: ComplexTensor, *, memory_config: MemoryConfig | None = No
 
 
 @op("polar")
-def polar(input_tensor: ComplexTensor, *, memory_config: MemoryConfig | None = None) -> ComplexTensor:
+def polar(input_tensor: ComplexTensor, *, memory_config=None) -> ComplexTensor:
     """Numbers from their lengths (the real parts) and angles (the imaginary ones)."""
     _check("polar", input_tensor)
     (z,) = _blocks("polar", input_tensor)

@@ -7,72 +7,42 @@ their type, and leave alone. Their fields and defaults are the original's; all m
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field, replace
+from ast import literal_eval
+from collections.abc import Callable
+from dataclasses import dataclass, field, make_dataclass, replace
 from typing import Any
 
 from meshloom.errors import ArgumentError
+from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.device.cores import CoreCoord, CoreRangeSet
 from meshloom.ttnn.device.system import Arch
 from meshloom.ttnn.tensor.formats import MathFidelity
-from meshloom.ttnn.tensor.memory import ShardOrientation, TensorMemoryLayout
 
-__all__ = [
-    "NOC",
-    "NOC_MODE",
-    "BlackholeComputeKernelConfig",
-    "ComputeKernelConfig",
-    "CoreType",
-    "DeviceComputeKernelConfig",
-    "LayerNormDefaultProgramConfig",
-    "LayerNormShardedMultiCoreProgramConfig",
-    "MatmulMultiCoreReuseMultiCast1DProgramConfig",
-    "MatmulMultiCoreReuseMultiCastBatchedDRAMShardedProgramConfig",
-    "MatmulMultiCoreReuseMultiCastDRAMShardedProgramConfig",
-    "MatmulMultiCoreReuseMultiCastProgramConfig",
-    "MatmulMultiCoreReuseProgramConfig",
-    "MatmulProgramConfig",
-    "MinimalMatmulConfig",
-    "ProgramConfig",
-    "SDPAProgramConfig",
-    "SlidingWindowParallelConfig",
-    "SoftmaxDefaultProgramConfig",
-    "SoftmaxProgramConfig",
-    "SoftmaxShardedMultiCoreProgramConfig",
-    "ThrottleLevel",
-    "WormholeComputeKernelConfig",
-    "init_device_compute_kernel_config",
-]
+__all__ = """NOC NOC_MODE BlackholeComputeKernelConfig ComputeKernelConfig CoreType DeviceComputeKernelConfig
+    LayerNormDefaultProgramConfig LayerNormShardedMultiCoreProgramConfig MatmulMultiCoreReuseMultiCast1DProgramConfig
+    MatmulMultiCoreReuseMultiCastBatchedDRAMShardedProgramConfig MatmulMultiCoreReuseMultiCastDRAMShardedProgramConfig
+    MatmulMultiCoreReuseMultiCastProgramConfig MatmulMultiCoreReuseProgramConfig MatmulProgramConfig
+    MinimalMatmulConfig ProgramConfig SDPAProgramConfig SlidingWindowParallelConfig SoftmaxDefaultProgramConfig
+    SoftmaxProgramConfig SoftmaxShardedMultiCoreProgramConfig ThrottleLevel WormholeComputeKernelConfig
+    init_device_compute_kernel_config""".split()
 
 
-class ThrottleLevel(enum.Enum):
+class ThrottleLevel(Choice):
     """How much slower than it could matrix hardware runs."""
 
-    NO_THROTTLE = 0
-    LEVEL_1 = 1
-    LEVEL_2 = 2
-    LEVEL_3 = 3
-    LEVEL_4 = 4
-    LEVEL_5 = 5
-
-    __repr__ = enum.Enum.__str__
+    NO_THROTTLE, LEVEL_1, LEVEL_2, LEVEL_3, LEVEL_4, LEVEL_5 = range(6)
 
 
-class NOC(enum.Enum):
+class NOC(Choice):
     """One of the two networks of a chip."""
 
-    RISCV_0_default = 0
-    RISCV_1_default = 1
-
-    __repr__ = enum.Enum.__str__
+    RISCV_0_default, RISCV_1_default = range(2)
 
 
-class NOC_MODE(enum.Enum):
+class NOC_MODE(Choice):
     """Whether kernels keep to one network."""
 
-    DM_DEDICATED_NOC = 0
-    DM_DYNAMIC_NOC = 1
-
-    __repr__ = enum.Enum.__str__
+    DM_DEDICATED_NOC, DM_DYNAMIC_NOC = range(2)
 
 
 _CORES = (
@@ -134,136 +104,102 @@ class SoftmaxProgramConfig(ProgramConfig):
     """How a softmax is laid out on cores."""
 
 
-@dataclass(kw_only=True)
-class _Reuse(MatmulProgramConfig):
-    """What all have in which every core makes a block of the result."""
-
-    compute_with_storage_grid_size: CoreCoord
-    in0_block_w: int
-    out_subblock_h: int
-    out_subblock_w: int
-    per_core_M: int
-    per_core_N: int
-    allowed_worker_cores: CoreRangeSet | None = None
+# What a field is unless said, where it is no number, None or bool: each config has its own.
+_MADE: dict[str, Callable[[], Any]] = {"CoreRangeSet()": CoreRangeSet, "CoreCoord(1, 1)": lambda: CoreCoord(1, 1)}
 
 
-@dataclass(kw_only=True)
-class MatmulMultiCoreReuseProgramConfig(_Reuse):
-    """Every core makes a block of the result."""
+def config(name: str, doc: str, fields: str = "", base: type = ProgramConfig, module: str = __name__) -> Any:
+    """A config by the text of its fields, which are told by name.
+
+    >>> config("Blocks", "Sizes of blocks.", "block_h: int; inplace: bool = False")(block_h=2)
+    Blocks(block_h=2, inplace=False)
+    """
+    listed: list[Any] = []
+    for each in filter(None, fields.split("; ")):
+        head, _, default = each.partition(" = ")
+        own, _, kind = head.partition(": ")
+        if default:
+            made = _MADE.get(default)
+            value = field(default=literal_eval(default)) if made is None else field(default_factory=made)
+            listed.append((own, kind, value))
+        else:
+            listed.append((own, kind))
+    return make_dataclass(name, listed, bases=(base,), kw_only=True, namespace={"__doc__": doc, "__module__": module})
 
 
-@dataclass(kw_only=True)
-class MatmulMultiCoreReuseMultiCastProgramConfig(_Reuse):
-    """Operands are sent along rows and columns of cores."""
-
-    out_block_h: int | None = None
-    out_block_w: int | None = None
-    transpose_mcast: bool
-    fused_activation: Any = None
-    fuse_batch: bool = True
-
-
-@dataclass(kw_only=True)
-class MatmulMultiCoreReuseMultiCast1DProgramConfig(_Reuse):
-    """One operand is sent to all cores."""
-
-    out_block_h: int | None = None
-    out_block_w: int | None = None
-    fuse_batch: bool
-    fused_activation: Any = None
-    mcast_in0: bool
-    gather_in0: bool = False
-    hop_cores: CoreRangeSet = field(default_factory=CoreRangeSet)
-    num_global_cb_receivers: int = 1
-    untilize_out: bool = False
-    stream_in1: bool = False
-
-
-@dataclass(kw_only=True)
-class MatmulMultiCoreReuseMultiCastBatchedDRAMShardedProgramConfig(MatmulProgramConfig):
-    """The second operand is read from the banks that have it, for batches."""
-
-    in0_block_w: int
-    per_core_M: int
-    per_core_N: int
-    fused_activation: Any = None
-
-
-@dataclass(kw_only=True)
-class MatmulMultiCoreReuseMultiCastDRAMShardedProgramConfig(
-    MatmulMultiCoreReuseMultiCastBatchedDRAMShardedProgramConfig
-):
-    """As the one above, for one matrix."""
-
-    num_workers_per_dram_bank: int = 1
-
-
-@dataclass(kw_only=True)
-class MinimalMatmulConfig(ProgramConfig):
-    """Sizes of blocks of a simple product of matrices."""
-
-    M_block_size: int = 1
-    K_block_size: int = 1
-    N_block_size: int = 1
-    subblock_h: int = 1
-    subblock_w: int = 1
-    compute_with_storage_grid_size: CoreCoord = field(default_factory=lambda: CoreCoord(1, 1))
-
-
-@dataclass(kw_only=True)
-class LayerNormDefaultProgramConfig(ProgramConfig):
-    """A norm on interleaved tensors."""
-
-    legacy_reduction: bool = False
-    legacy_rsqrt: bool = False
-    use_welford: bool = False
-
-
-@dataclass(kw_only=True)
-class LayerNormShardedMultiCoreProgramConfig(LayerNormDefaultProgramConfig):
-    """A norm on sharded tensors."""
-
-    compute_with_storage_grid_size: CoreCoord
-    subblock_w: int
-    block_h: int
-    block_w: int
-    inplace: bool
-
-
-@dataclass(kw_only=True)
-class SoftmaxDefaultProgramConfig(SoftmaxProgramConfig):
-    """A softmax on interleaved tensors."""
-
-
-@dataclass(kw_only=True)
-class SoftmaxShardedMultiCoreProgramConfig(SoftmaxProgramConfig):
-    """A softmax on sharded tensors."""
-
-    compute_with_storage_grid_size: CoreCoord
-    subblock_w: int
-    block_h: int
-    block_w: int
-
-
-@dataclass(kw_only=True)
-class SDPAProgramConfig(ProgramConfig):
-    """Attention in chunks of queries and keys."""
-
-    compute_with_storage_grid_size: CoreCoord
-    sub_core_grids: CoreRangeSet | None = None
-    q_chunk_size: int
-    k_chunk_size: int
-    exp_approx_mode: bool | None = None
-    max_cores_per_head_batch: int = 16
-    max_k_splits: int = 1
-    matmul_math_fidelity: MathFidelity | None = None
-    segmented_accumulation: bool = False
-
-
-@dataclass(kw_only=True)
-class SlidingWindowParallelConfig(ProgramConfig):
-    """How convolutions and pools go over cores."""
-
-    grid: CoreRangeSet
-    shard_scheme: TensorMemoryLayout
-    shard_orientation: ShardOrientation
+# every core makes a block of the result
+_Reuse = config(
+    "_Reuse",
+    "What all have in which every core makes a block of the result.",
+    "compute_with_storage_grid_size: CoreCoord; in0_block_w: int; out_subblock_h: int; out_subblock_w: int; "
+    "per_core_M: int; per_core_N: int; allowed_worker_cores: CoreRangeSet | None = None",
+    MatmulProgramConfig,
+)
+MatmulMultiCoreReuseProgramConfig = config(
+    "MatmulMultiCoreReuseProgramConfig", "Every core makes a block of the result.", base=_Reuse
+)
+MatmulMultiCoreReuseMultiCastProgramConfig = config(
+    "MatmulMultiCoreReuseMultiCastProgramConfig",
+    "Operands are sent along rows and columns of cores.",
+    "out_block_h: int | None = None; out_block_w: int | None = None; transpose_mcast: bool; "
+    "fused_activation: Any = None; fuse_batch: bool = True",
+    _Reuse,
+)
+MatmulMultiCoreReuseMultiCast1DProgramConfig = config(
+    "MatmulMultiCoreReuseMultiCast1DProgramConfig",
+    "One operand is sent to all cores.",
+    "out_block_h: int | None = None; out_block_w: int | None = None; fuse_batch: bool; fused_activation: Any = None; "
+    "mcast_in0: bool; gather_in0: bool = False; hop_cores: CoreRangeSet = CoreRangeSet(); "
+    "num_global_cb_receivers: int = 1; untilize_out: bool = False; stream_in1: bool = False",
+    _Reuse,
+)
+MatmulMultiCoreReuseMultiCastBatchedDRAMShardedProgramConfig = config(
+    "MatmulMultiCoreReuseMultiCastBatchedDRAMShardedProgramConfig",
+    "The second operand is read from the banks that have it, for batches.",
+    "in0_block_w: int; per_core_M: int; per_core_N: int; fused_activation: Any = None",
+    MatmulProgramConfig,
+)
+MatmulMultiCoreReuseMultiCastDRAMShardedProgramConfig = config(
+    "MatmulMultiCoreReuseMultiCastDRAMShardedProgramConfig",
+    "As the one above, for one matrix.",
+    "num_workers_per_dram_bank: int = 1",
+    MatmulMultiCoreReuseMultiCastBatchedDRAMShardedProgramConfig,
+)
+MinimalMatmulConfig = config(
+    "MinimalMatmulConfig",
+    "Sizes of blocks of a simple product of matrices.",
+    "M_block_size: int = 1; K_block_size: int = 1; N_block_size: int = 1; subblock_h: int = 1; subblock_w: int = 1; "
+    "compute_with_storage_grid_size: CoreCoord = CoreCoord(1, 1)",
+)
+LayerNormDefaultProgramConfig = config(
+    "LayerNormDefaultProgramConfig",
+    "A norm on interleaved tensors.",
+    "legacy_reduction: bool = False; legacy_rsqrt: bool = False; use_welford: bool = False",
+)
+LayerNormShardedMultiCoreProgramConfig = config(
+    "LayerNormShardedMultiCoreProgramConfig",
+    "A norm on sharded tensors.",
+    "compute_with_storage_grid_size: CoreCoord; subblock_w: int; block_h: int; block_w: int; inplace: bool",
+    LayerNormDefaultProgramConfig,
+)
+SoftmaxDefaultProgramConfig = config(
+    "SoftmaxDefaultProgramConfig", "A softmax on interleaved tensors.", base=SoftmaxProgramConfig
+)
+SoftmaxShardedMultiCoreProgramConfig = config(
+    "SoftmaxShardedMultiCoreProgramConfig",
+    "A softmax on sharded tensors.",
+    "compute_with_storage_grid_size: CoreCoord; subblock_w: int; block_h: int; block_w: int",
+    SoftmaxProgramConfig,
+)
+SDPAProgramConfig = config(
+    "SDPAProgramConfig",
+    "Attention in chunks of queries and keys.",
+    "compute_with_storage_grid_size: CoreCoord; sub_core_grids: CoreRangeSet | None = None; q_chunk_size: int; "
+    "k_chunk_size: int; exp_approx_mode: bool | None = None; max_cores_per_head_batch: int = 16; "
+    "max_k_splits: int = 1; matmul_math_fidelity: MathFidelity | None = None; segmented_accumulation: bool = False",
+)
+SlidingWindowParallelConfig = config(
+    "SlidingWindowParallelConfig",
+    "How convolutions and pools go over cores.",
+    "grid: CoreRangeSet; shard_scheme: TensorMemoryLayout; shard_orientation: ShardOrientation",
+)

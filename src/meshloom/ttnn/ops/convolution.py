@@ -19,11 +19,11 @@ from meshloom.errors import OperandError
 from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.activations import activate
 from meshloom.ttnn.ops.block_moves import whole
-from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
+from meshloom.ttnn.ops.calling import Made, Optionals, op, operands, shared_coords, take
 from meshloom.ttnn.ops.convolution_configs import Conv2dConfig, Op2DSliceConfig, PaddingMode
 from meshloom.ttnn.ops.copies import typecast
 from meshloom.ttnn.ops.picture_memory import memory_of_pictures
-from meshloom.ttnn.ops.sliding import around, channels_first, flatten_pictures, pictures_dim, torch_order, windows
+from meshloom.ttnn.ops.sliding import Window, channels_first, flatten_pictures, pictures_dim, windows
 from meshloom.ttnn.ops.topologies import rows, topology_of
 from meshloom.ttnn.tensor.formats import DataType
 from meshloom.ttnn.tensor.memory import BufferType
@@ -32,36 +32,34 @@ from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import TensorTopology
 from meshloom.ttnn.tensor.transfers import to_device
 
-__all__ = [
-    "get_conv_output_dim",
-    "prepare_conv_bias",
-    "prepare_conv_transpose2d_bias",
-    "prepare_conv_transpose2d_weights",
-    "prepare_conv_weights",
-]
+__all__ = (
+    "get_conv_output_dim prepare_conv_bias prepare_conv_transpose2d_bias prepare_conv_transpose2d_weights "
+    "prepare_conv_weights"
+).split()
 
 
 Found = Any  # a tensor, or a tuple of it with its size and with the weights
 
 
+Sizes = tuple[int, int, int, int]  # of pictures: how many, height, width, channels
 Convolve = Callable[[Block, Block, int, str], Block]  # of pictures, weights, a number of groups, and how to pad
 
 
 def _convolution(
     name: str,
     convolve: Convolve,
-    sizes: tuple[int, int, int, int],
+    sizes: Sizes,
     weights: tuple[int, ...],
     size: Any,
-    groups: int,
+    groups,
     *,
-    input_tensor: Tensor,
-    weight_tensor: Tensor,
-    device: MeshDevice,
-    bias_tensor: Tensor | None = None,
+    input_tensor,
+    weight_tensor,
+    device,
+    bias_tensor=None,
     conv_config: Conv2dConfig | None = None,
-    return_output_dim: bool = False,
-    return_weights_and_bias: bool = False,
+    return_output_dim=False,
+    return_weights_and_bias=False,
     slice_config: Op2DSliceConfig | None = None,
     dram_slice_config: Op2DSliceConfig | None = None,
 ) -> Found:
@@ -71,96 +69,63 @@ def _convolution(
     _check(name, weight, weights)
     pictures = bring(input_tensor, device, None)
     mode = "replicate" if config.padding_mode is PaddingMode.Replicate else "constant"
-    values = _convolve(name, pictures, weight, bias, sizes, groups, lambda x, w, n: convolve(x, w, n, mode))
-    made = _finish(name, values, pictures, weight, bias, groups, config, slice_config or dram_slice_config)
+    tensors = (pictures, weight) if bias is None else (pictures, weight, bias)
+    values = _convolve(name, tensors, sizes, groups, lambda x, w, n: convolve(x, w, n, mode))
+    made = _finish(name, values, tensors, groups, config, slice_config or dram_slice_config)
     kept = ((weight, bias),) if return_weights_and_bias else ()
     return (made, *((size,) if return_output_dim else ()), *kept) if return_output_dim or kept else made
 
 
-@op("conv2d", more=_convolution)
-def conv2d(
-    *,
-    in_channels: int,
-    out_channels: int,
-    batch_size: int,
-    input_height: int,
-    input_width: int,
-    kernel_size: Sequence[int],
-    stride: Sequence[int] = (1, 1),
-    padding: Sequence[int] = (0, 0),
-    dilation: Sequence[int] = (1, 1),
-    groups: int = 1,
-    **how: Any,
-) -> Found:
+def _window(*, kernel_size, stride=(1, 1), padding=(0, 0), dilation=(1, 1)) -> Window:
+    return Window(kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation)
+
+
+@op("conv2d", more=(_window, _convolution))
+def conv2d(*, in_channels, out_channels, batch_size, input_height, input_width, groups=1, **how) -> Found:
     """A convolution of [1, 1, N * H * W, C] or [N, H, W, C]: [1, 1, N * H' * W', O].
 
     With `return_output_dim` also (H', W'), with `return_weights_and_bias` also (weights, bias) as the device has them.
     """
-    kernel, steps, holes = whole(kernel_size, 2), whole(stride, 2), whole(dilation, 2)
-    edges = around(padding)
+    window = _window(**take(_window, how))
 
     def convolve(pictures: Block, kernels: Block, several: int, mode: str) -> Block:
-        padded = F.pad(pictures, torch_order(edges), mode=mode) if any(edges) else pictures
-        return F.conv2d(padded, kernels, stride=steps, dilation=holes, groups=several)
+        padded = window.pad(pictures, mode=mode)
+        return F.conv2d(padded, kernels, stride=window.steps, dilation=window.holes, groups=several)
 
-    size = (
-        windows(input_height, kernel[0], steps[0], edges[0], edges[1], holes[0]),
-        windows(input_width, kernel[1], steps[1], edges[2], edges[3], holes[1]),
-    )
-    sizes, weights = (
-        (batch_size, input_height, input_width, in_channels),
-        (out_channels, in_channels // groups, *kernel),
-    )
+    sizes = (batch_size, input_height, input_width, in_channels)
+    weights = (out_channels, in_channels // groups, *window.kernel)
+    size = window.count(input_height, input_width)
     return _convolution("conv2d", convolve, sizes, weights, size, groups, **how)
 
 
-@op("conv1d", more=_convolution)
-def conv1d(
-    *,
-    in_channels: int,
-    out_channels: int,
-    batch_size: int,
-    input_length: int,
-    kernel_size: int,
-    stride: int = 1,
-    padding: int | Sequence[int] = 0,
-    dilation: int = 1,
-    groups: int = 1,
-    **how: Any,
-) -> Found:
+def _line(*, kernel_size: int, stride: int = 1, padding: int | Sequence[int] = 0, dilation: int = 1) -> tuple[int, ...]:
+    return (kernel_size, stride, *whole(padding, 2), dilation)
+
+
+@op("conv1d", more=(_line, _convolution))
+def conv1d(*, in_channels, out_channels, batch_size, input_length, groups=1, **how) -> Found:
     """A convolution of [N, L, C] or [1, 1, N * L, C]: [1, 1, N * L', O]; weights are [O, I / groups, k]."""
-    before, after = whole(padding, 2)
+    kernel, stride, before, after, dilation = _line(**take(_line, how))
 
     def convolve(pictures: Block, kernels: Block, several: int, mode: str) -> Block:
         padded = F.pad(pictures, (before, after, 0, 0), mode=mode) if before or after else pictures
         rows = kernels if kernels.dim() == 4 else kernels.unsqueeze(-2)
         return F.conv2d(padded, rows, stride=(1, stride), dilation=(1, dilation), groups=several)
 
-    sizes, weights = (batch_size, 1, input_length, in_channels), (out_channels, in_channels // groups, kernel_size)
-    size = windows(input_length, kernel_size, stride, before, after, dilation)
+    sizes, weights = (batch_size, 1, input_length, in_channels), (out_channels, in_channels // groups, kernel)
+    size = windows(input_length, kernel, stride, before, after, dilation)
     return _convolution("conv1d", convolve, sizes, weights, size, groups, **how)
 
 
-@op("conv_transpose2d", more=_convolution)
-def conv_transpose2d(
-    *,
-    in_channels: int,
-    out_channels: int,
-    batch_size: int,
-    input_height: int,
-    input_width: int,
-    kernel_size: Sequence[int],
-    stride: Sequence[int] = (1, 1),
-    padding: Sequence[int] = (0, 0),
-    output_padding: Sequence[int] = (0, 0),
-    dilation: Sequence[int] = (1, 1),
-    groups: int = 1,
-    mirror_kernel: bool = True,
-    **how: Any,
-) -> Found:
+_TRANSPOSED = Optionals(output_padding=(0, 0), mirror_kernel=True)
+
+
+@op("conv_transpose2d", more=(_window, _TRANSPOSED, _convolution))
+def conv_transpose2d(*, in_channels, out_channels, batch_size, input_height, input_width, groups=1, **how) -> Found:
     """The transposed convolution; with `mirror_kernel=False` weights were mirrored already."""
-    kernel, steps, holes, more = (whole(each, 2) for each in (kernel_size, stride, dilation, output_padding))
-    edges = around(padding)
+    window, (padding, mirror_kernel) = _window(**take(_window, how)), _TRANSPOSED(how)
+    more = whole(padding, 2)
+    kernel, steps, holes, edges = window.kernel, window.steps, window.holes, window.edges
     height = _grown_size(input_height, kernel[0], steps[0], edges[0] + edges[1], holes[0], more[0])
     width = _grown_size(input_width, kernel[1], steps[1], edges[2] + edges[3], holes[1], more[1])
 
@@ -171,10 +136,8 @@ def conv_transpose2d(
         grown = F.pad(full, (0, more[1], 0, more[0]))
         return grown[..., edges[0] : edges[0] + height, edges[2] : edges[2] + width]
 
-    sizes, weights = (
-        (batch_size, input_height, input_width, in_channels),
-        (in_channels, out_channels // groups, *kernel),
-    )
+    sizes = (batch_size, input_height, input_width, in_channels)
+    weights = (in_channels, out_channels // groups, *kernel)
     return _convolution("conv_transpose2d", convolve, sizes, weights, (height, width), groups, **how)
 
 
@@ -218,16 +181,11 @@ def _check(name: str, weight: Tensor, wanted: tuple[int, ...]) -> None:
 
 
 def _convolve(
-    name: str,
-    tensor: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    sizes: tuple[int, int, int, int],
-    groups: int,
-    convolve: Callable[[Block, Block, int], Block],
+    name: str, tensors: Sequence[Tensor], sizes: Sizes, groups: int, convolve: Callable[[Block, Block, int], Block]
 ) -> Block:
     """Flattened results of all devices. `convolve` takes [B, C, H, W], weights and a number of groups."""
-    _, (_, kernels, *biases) = operands(name, tensor, weight, *([] if bias is None else [bias]))
+    _, (_, kernels, *biases) = operands(name, *tensors)
+    tensor = tensors[0]
     axes = len(tensor.grid)
     pictures = channels_first(name, tensor, sizes)
     one = groups == 1 and name != "conv_transpose2d"
@@ -269,33 +227,22 @@ def fold_devices(
 def _finish(
     name: str,
     values: Block,
-    tensor: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    tensors: Sequence[Tensor],
     groups: int,
     config: Conv2dConfig,
     slices: Op2DSliceConfig | None,
 ) -> Made:
     if config.activation is not None:
         values = activate(values, config.activation)
-    tensors = (tensor, weight) if bias is None else (tensor, weight, bias)
-    return Made(
-        values,
-        tensor,
-        _topology(name, tensors, values.shape[-2], groups, config.activation is None),
-        layout=config.output_layout,
-        memory_config=memory_of_pictures(
-            tensor,
-            (values.shape[-2], values.shape[-1]),
-            config.output_layout,
-            asked=config.shard_layout,
-            cores=config.core_grid if config.override_sharding_config else None,
-            turned=config.transpose_shards,
-            slices=slices,
-        ),
-        coords=shared_coords(*tensors),
-        frees=tensor if config.deallocate_activation and tensor.memory_config().buffer_type is BufferType.L1 else None,
-    )
+    tensor, (rows_, channels) = tensors[0], values.shape[-2:]
+    label = _topology(name, tensors, rows_, groups, config.activation is None)
+    cores = config.core_grid if config.override_sharding_config else None
+    lying: dict[str, Any] = {"asked": config.shard_layout, "cores": cores, "turned": config.transpose_shards}
+    memory = memory_of_pictures(tensor, (rows_, channels), config.output_layout, **lying, slices=slices)
+    made = Made(values, tensor, label, None, config.output_layout, memory, coords=shared_coords(*tensors))
+    if config.deallocate_activation and tensor.memory_config().buffer_type is BufferType.L1:
+        made.frees = tensor
+    return made
 
 
 def _topology(name: str, tensors: Sequence[Tensor], rows_: int, groups: int, linear: bool) -> TensorTopology:

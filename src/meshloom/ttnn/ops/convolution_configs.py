@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.device.cores import CoreCoord
 from meshloom.ttnn.ops.activations import Activation
 from meshloom.ttnn.tensor.formats import DataType, Layout
@@ -18,13 +19,10 @@ __all__ = (
 ).split()
 
 
-class PaddingMode(enum.Enum):
+class PaddingMode(Choice):
     """What is around a picture."""
 
-    Zeros = 0
-    Replicate = 1
-
-    __repr__ = enum.Enum.__str__
+    Zeros, Replicate = range(2)
 
 
 @dataclass(kw_only=True)
@@ -83,9 +81,7 @@ class Op2DSliceConfig:
     class SliceTypeEnum(enum.Enum):
         """Along which side slices are cut."""
 
-        DRAMSliceHeight = 0
-        DRAMSliceWidth = 1
-        L1Full = 2
+        DRAMSliceHeight, DRAMSliceWidth, L1Full = range(3)
 
     slice_type: SliceTypeEnum
     num_slices: int = 0

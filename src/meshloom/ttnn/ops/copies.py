@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.device import queues
@@ -23,40 +24,19 @@ __all__ = ["to"]  # not an op of its own: the op that it chooses is
 
 
 def _copy_as(
-    name: str,
-    tensor: Tensor,
-    dtype: DataType | None = None,
-    layout: Layout | None = None,
-    memory_config: MemoryConfig | None = None,
-    pad_value: float | None = None,
+    name: str, tensor: Tensor, dtype: DataType | None = None, layout: Layout | None = None, **how: Any
 ) -> Tensor:
     """The values of a tensor in one of its own; on the host, or where it is."""
     (block,) = blocks_of(name, tensor)
     kind = dtype or tensor.dtype
-    made = Tensor(
-        converted(block, kind, block) if kind is not tensor.dtype else fresh(block),
-        tensor.grid,
-        kind,
-        Layout.TILE if kind.is_block_float else layout or tensor.layout,
-        tensor.tensor_topology(),
-        tensor.device(),
-        memory_config or tensor.memory_config(),
-        tensor.tile,
-        tensor._pad if pad_value is None else pad_value,
-        tensor._coords,
-        home=tensor.home,
-    )
-    return queues.note_write(made)
+    values = converted(block, kind, block) if kind is not tensor.dtype else fresh(block)
+    order = Layout.TILE if kind.is_block_float else layout or tensor.layout
+    memory, pad = how.get("memory_config") or tensor.memory_config(), how.get("pad_value", tensor._pad)
+    return queues.note_write(tensor._like(values, dtype=kind, layout=order, memory_config=memory, pad_value=pad))
 
 
 @op("to_layout")
-def to_layout(
-    tensor: Tensor,
-    layout: Layout,
-    dtype: DataType | None = None,
-    memory_config: MemoryConfig | None = None,
-    pad_value: float = 0.0,
-) -> Tensor:
+def to_layout(tensor: Tensor, layout, dtype=None, memory_config=None, pad_value=0.0) -> Tensor:
     """In rows or in tiles; block floats in rows become bfloat16. What has the layout already is given back as it is."""
     check_tensor("to_layout", tensor)
     if not isinstance(layout, Layout):
@@ -65,11 +45,12 @@ def to_layout(
         return tensor
     if layout is Layout.ROW_MAJOR and (dtype or tensor.dtype).is_block_float:
         dtype = DataType.BFLOAT16
-    return _copy_as("to_layout", tensor, dtype, layout, memory_config, pad_value)
+    filled = tensor._pad if pad_value is None else pad_value
+    return _copy_as("to_layout", tensor, dtype, layout, memory_config=memory_config, pad_value=filled)
 
 
 @op("to_dtype")
-def to_dtype(tensor: Tensor, dtype: DataType) -> Tensor:
+def to_dtype(tensor, dtype) -> Tensor:
     """In another dtype, on the host."""
     check_tensor("to_dtype", tensor)
     refuse_if(
@@ -93,13 +74,7 @@ def _sides(shape: Sequence[int]) -> tuple[int, int]:
 
 @op("typecast")
 def typecast(
-    input_tensor: Tensor,
-    dtype: DataType | None = None,
-    output_dtype: DataType | None = None,
-    *,
-    input_dtype: DataType | None = None,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
+    input_tensor, dtype=None, output_dtype=None, *, input_dtype=None, memory_config=None, output_tensor=None
 ) -> Tensor:
     """In another dtype: `typecast(x, dtype)` or `typecast(x, input_dtype, output_dtype)`."""
     check_tensor("typecast", input_tensor)
@@ -114,28 +89,21 @@ def typecast(
 
 
 @op("experimental.typecast")
-def experimental_typecast(
-    input_tensor: Tensor,
-    dtype: DataType,
-    memory_config: MemoryConfig | None = None,
-    optional_output_tensor: Tensor | None = None,
-) -> Tensor:
+def experimental_typecast(input_tensor, dtype, memory_config=None, optional_output_tensor=None) -> Tensor:
     """`typecast` with everything by position."""
     found: Tensor = typecast(input_tensor, dtype, memory_config=memory_config, output_tensor=optional_output_tensor)
     return found
 
 
 @op("clone")
-def clone(input: Tensor, *, dtype: DataType | None = None, memory_config: MemoryConfig | None = None) -> Tensor:
+def clone(input, *, dtype=None, memory_config=None) -> Tensor:
     """The same values in a tensor of their own."""
     check_tensor("clone", input)
     return _copy_as("clone", input, dtype, memory_config=memory_config)
 
 
 @op("to_memory_config")
-def to_memory_config(
-    tensor: Tensor, memory_config: MemoryConfig, dtype: DataType | None = None, output_tensor: Tensor | None = None
-) -> Tensor:
+def to_memory_config(tensor: Tensor, memory_config, dtype=None, output_tensor=None) -> Tensor:
     """In another memory, or spread over it otherwise."""
     check_tensor("to_memory_config", tensor)
     if not isinstance(memory_config, MemoryConfig):
@@ -177,7 +145,7 @@ def to(
 
 
 @op("copy")
-def copy(input_a: Tensor, input_b: Tensor) -> Tensor:
+def copy(input_a, input_b) -> Tensor:
     """Write the values of the first into the second, in its dtype."""
     check_tensor("copy", input_a)
     check_tensor("copy", input_b)
@@ -191,21 +159,14 @@ def copy(input_a: Tensor, input_b: Tensor) -> Tensor:
 
 
 @op("assign", spelled={"input_tensor": "input_a"})
-def assign(
-    input_a: Tensor,
-    input_b: Tensor | None = None,
-    *,
-    memory_config: MemoryConfig | None = None,
-    dtype: DataType | None = None,
-    output_tensor: Tensor | None = None,
-) -> Tensor:
+def assign(input_a, input_b=None, *, memory_config=None, dtype=None, output_tensor=None) -> Tensor:
     """The same values in a tensor of their own, or written into one that is there."""
     target = input_b if input_b is not None else output_tensor
     return clone(input_a, dtype=dtype, memory_config=memory_config) if target is None else copy(input_a, target)
 
 
 @op("deallocate")
-def deallocate(tensor: Tensor, force: bool = True) -> None:
+def deallocate(tensor, force=True) -> None:
     """Give the memory of a tensor back; a second time does nothing."""
     check_tensor("deallocate", tensor)
     tensor.deallocate(force)
@@ -225,12 +186,12 @@ def _elsewhere(name: str, tensor: Tensor, memory_config: MemoryConfig | None) ->
 
 
 @op("reallocate")
-def reallocate(tensor: Tensor, memory_config: MemoryConfig | None = None) -> Tensor:
+def reallocate(tensor, memory_config=None) -> Tensor:
     """Moved together with what else is there; the argument is deallocated."""
     return _elsewhere("reallocate", tensor, memory_config)
 
 
 @op("move")
-def move(input_tensor: Tensor, *, memory_config: MemoryConfig | None = None) -> Tensor:
+def move(input_tensor, *, memory_config=None) -> Tensor:
     """In other memory; the argument is deallocated."""
     return _elsewhere("move", input_tensor, memory_config)

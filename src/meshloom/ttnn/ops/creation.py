@@ -14,12 +14,11 @@ import torch
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.device import queues
-from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.calling import Made, make, op, operands, register, result
 from meshloom.ttnn.ops.topologies import EACH, alike_topology, replicated_topology
 from meshloom.ttnn.tensor.boxes import take_box
 from meshloom.ttnn.tensor.formats import DataType, Layout, rounded
-from meshloom.ttnn.tensor.memory import DRAM_MEMORY_CONFIG, MemoryConfig
+from meshloom.ttnn.tensor.memory import DRAM_MEMORY_CONFIG
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 from meshloom.ttnn.tensor.topology import ALONE, REPLICATE, UNKNOWN, PlacementPartial
@@ -28,13 +27,7 @@ Shapes = Sequence[int]
 
 
 def make_tensor(
-    values: Block,
-    *,
-    dtype: DataType | None = None,
-    layout: Layout | None = None,
-    device: MeshDevice | None = None,
-    memory_config: MemoryConfig | None = None,
-    optional_tensor: Tensor | None = None,
+    values: Block, *, dtype=None, layout=None, device=None, memory_config=None, optional_tensor: Tensor | None = None
 ) -> Tensor:
     """Values of one part as a tensor, on the host or the same on every device."""
     if optional_tensor is not None:
@@ -102,19 +95,19 @@ _constant("empty", 0, "to be written to; it holds zeros until then", on_devices=
 
 
 @op("full", more=make_tensor)
-def full(shape: Shapes, fill_value: float, **how: Any) -> Tensor:
+def full(shape, fill_value, **how) -> Tensor:
     """A tensor of one value."""
     return make_tensor(_fill_shape(shape, fill_value, how.get("dtype")), **how)
 
 
 @op("full_like", more=make_tensor)
-def full_like(tensor: Tensor, fill_value: float, **how: Any) -> Tensor:
+def full_like(tensor, fill_value, **how) -> Tensor:
     """A tensor of one value with the shape, format and place of another."""
     return _like(tensor, fill_value, **how)
 
 
 @op("arange", more=make_tensor)
-def arange(start: int | None = None, end: int | None = None, step: int = 1, **how: Any) -> Tensor:
+def arange(start: int | None = None, end: int | None = None, step: int = 1, **how) -> Tensor:
     """The numbers from `start` (or 0) up to but without `end`."""
     first, last = (0, start) if end is None else (start or 0, end)
     if last is None:
@@ -127,14 +120,7 @@ def arange(start: int | None = None, end: int | None = None, step: int = 1, **ho
 
 @op("moreh_arange", more=make_tensor)
 def moreh_arange(
-    start: float = 0,
-    end: float | None = None,
-    step: float = 1,
-    device: MeshDevice | None = None,
-    *,
-    output: Tensor | None = None,
-    untilize_out: bool = False,
-    **how: Any,
+    start: float = 0, end: float | None = None, step: float = 1, device=None, *, output=None, untilize_out=False, **how
 ) -> Tensor:
     """The numbers from `start` up to but without `end`."""
     if end is None or device is None:
@@ -144,15 +130,13 @@ def moreh_arange(
 
 
 @op("moreh_full", more=make_tensor)
-def moreh_full(
-    shape: Shapes, fill_value: float, device: MeshDevice, *, layout: Layout = Layout.TILE, **how: Any
-) -> Tensor:
+def moreh_full(shape, fill_value, device, *, layout=Layout.TILE, **how) -> Tensor:
     """A tensor of one value."""
     return make_tensor(_fill_shape(shape, fill_value, how.get("dtype")), layout=layout, device=device, **how)
 
 
 @op("moreh_full_like", more=make_tensor)
-def moreh_full_like(input: Tensor, fill_value: float, **how: Any) -> Tensor:
+def moreh_full_like(input, fill_value, **how) -> Tensor:
     """A tensor of one value with the shape, format and place of another."""
     return _like(input, fill_value, **how)
 
@@ -166,17 +150,7 @@ def _generator(seed: int | None) -> torch.Generator | None:
 
 
 @op("rand", more=make_tensor)
-def rand(
-    shape: Shapes,
-    device: MeshDevice,
-    *,
-    layout: Layout = Layout.TILE,
-    low: float = 0.0,
-    high: float = 1.0,
-    seed: int = 0,
-    mesh_mapper: Any = None,
-    **how: Any,
-) -> Tensor:
+def rand(shape, device, *, layout=Layout.TILE, low=0.0, high=1.0, seed=0, mesh_mapper: Any = None, **how) -> Tensor:
     """Numbers drawn evenly from `low` to `high`; with a mapper config, of the whole that it distributes."""
     values = torch.rand(tuple(shape), generator=_generator(seed)) * (high - low) + low
     if mesh_mapper is None:
@@ -189,9 +163,7 @@ def rand(
 
 
 @op("randn", more=make_tensor)
-def randn(
-    shape: Shapes, device: MeshDevice, *, layout: Layout = Layout.TILE, seed: int | None = None, **how: Any
-) -> Tensor:
+def randn(shape, device, *, layout=Layout.TILE, seed=None, **how) -> Tensor:
     """Numbers drawn from the normal distribution."""
     values = torch.randn(tuple(shape), generator=_generator(seed))
     return _made_on_devices(make_tensor(values, layout=layout, device=device, **how))
@@ -204,7 +176,7 @@ def _draw(tensor: Tensor, draw: Callable[[Block], Block], seed: int | None) -> B
 
 
 @op("uniform", spelled={"from": "low", "to": "high"})
-def uniform(input: Tensor, low: float = 0, high: float = 1, seed: int = 0) -> Made:
+def uniform(input, low=0, high=1, seed=0) -> Made:
     """Numbers drawn evenly, written into the tensor."""
     operands("uniform", input)
     block = _draw(input, lambda room: room.uniform_(low, high, generator=_generator(seed)), seed)
@@ -212,7 +184,7 @@ def uniform(input: Tensor, low: float = 0, high: float = 1, seed: int = 0) -> Ma
 
 
 @op("bernoulli")
-def bernoulli(input: Tensor, seed: int = 0) -> Made:
+def bernoulli(input, seed=0) -> Made:
     """1 with the probability that the element says, else 0."""
     _, (block,) = operands("bernoulli", input)
     drawn = _draw(input, lambda room: room.uniform_(generator=_generator(seed)), seed) < block.float()
@@ -220,9 +192,7 @@ def bernoulli(input: Tensor, seed: int = 0) -> Made:
 
 
 @op("experimental.dropout")
-def dropout(
-    input_tensor: Tensor, probability: float, scale: float, seed: int, *, use_per_device_seed: bool = True
-) -> Made:
+def dropout(input_tensor, probability, scale, seed, *, use_per_device_seed=True) -> Made:
     """Zeros with that probability, and the other elements times `scale`: by a seed, or one more for every device."""
     name = "experimental.dropout"
     _, (block,) = operands(name, input_tensor)
@@ -239,21 +209,14 @@ def dropout(
 
 
 @op("manual_seed")
-def manual_seed(seeds: int | Tensor = 0, *, device: MeshDevice | None = None) -> None:
+def manual_seed(seeds=0, *, device=None) -> None:
     """Let random ops draw the same numbers again."""
     value = int(seeds.block.flatten()[0]) if isinstance(seeds, Tensor) else int(seeds)
     torch.manual_seed(value)
 
 
 @op("from_buffer")
-def from_buffer(
-    buffer: Any,
-    shape: Shapes,
-    dtype: DataType,
-    device: MeshDevice,
-    layout: Layout | None = None,
-    memory_config: MemoryConfig | None = None,
-) -> Tensor:
+def from_buffer(buffer, shape, dtype, device, layout=None, memory_config=None) -> Tensor:
     """A list of numbers as a tensor of that shape, the same on every device."""
     values = torch.as_tensor(buffer, dtype=torch.float64 if dtype.is_float else torch.int64)
     if values.numel() != math.prod(shape):
@@ -271,12 +234,12 @@ def _filled_corner(shape: Shapes, ones: Shapes, like: Tensor, high: float, low: 
 
 
 @op("fill_rm")
-def fill_rm(N: int, C: int, H: int, W: int, hOnes: int, wOnes: int, any: Tensor, val_hi: float, val_lo: float) -> Made:
+def fill_rm(N, C, H, W, hOnes, wOnes, any, val_hi, val_lo) -> Made:
     """[N, C, H, W] of one value, with another in the first rows and columns; like `any` in all else."""
     return _filled_corner((N, C, H, W), (hOnes, wOnes), any, val_hi, val_lo)
 
 
 @op("fill_ones_rm")
-def fill_ones_rm(N: int, C: int, H: int, W: int, hOnes: int, wOnes: int, any: Tensor) -> Made:
+def fill_ones_rm(N, C, H, W, hOnes, wOnes, any) -> Made:
     """[N, C, H, W] of zeros, with ones in the first rows and columns."""
     return _filled_corner((N, C, H, W), (hOnes, wOnes), any, 1.0, 0.0)

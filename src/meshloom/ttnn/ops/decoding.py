@@ -21,10 +21,30 @@ from meshloom.ttnn.ops.attending import (
     sink_of,
     within,
 )
-from meshloom.ttnn.ops.calling import Made, compute, op, operands
-from meshloom.ttnn.ops.transformer import PagedCacheGeometryOverride, check, present
+from meshloom.ttnn.ops.calling import Made, Optionals, compute, op, operands, take
+from meshloom.ttnn.ops.transformer import check, present
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
+
+
+class _Seen:
+    """Which positions of its cache the token of every user sees."""
+
+    def __init__(self, *, is_causal=True, cur_pos=(), sliding_window_size=None, cache_position_modulo=None) -> None:
+        self.is_causal, self.listed = is_causal, tuple(cur_pos)
+        self.window, self.modulo = sliding_window_size, cache_position_modulo
+
+    def among(self, keys: int, positions: Block | None, axes: int, users: int) -> tuple[Block | None, Block | None]:
+        """A mask of the keys, and the users that see none if that is known."""
+        if not self.is_causal:
+            return None, None
+        last = positions_of(self.listed, positions, axes, users)[..., None, None, None]
+        seen = within(torch.arange(keys), last, self.window, self.modulo)
+        return seen, last < 0 if self.window is None and self.modulo is None else None
+
+
+_OPTIONS = Optionals("attn_mask cur_pos_tensor attention_sink scale head_dim_v")
+_DECODE = (_Seen, _OPTIONS)
 
 
 def _decode(
@@ -32,28 +52,19 @@ def _decode(
     three: Sequence[Tensor],
     caches: Callable[[Sequence[Block], int], list[Block]],
     table: Tensor | None = None,
-    *,
-    is_causal: bool = True,
-    attn_mask: Tensor | None = None,
-    cur_pos: Sequence[int] = (),
-    cur_pos_tensor: Tensor | None = None,
-    attention_sink: Tensor | None = None,
-    scale: float | None = None,
-    sliding_window_size: int | None = None,
-    cache_position_modulo: int | None = None,
-    head_dim_v: int | None = None,
+    **how: Any,
 ) -> Made:
     """Query heads that share a key head are the rows of one product, so that keys are not repeated.
 
     `caches` makes keys and values of the blocks of (k, v) and, if there is one, of the table of pages.
     """
+    seen, (attn_mask, cur_pos_tensor, attention_sink, scale, head_dim_v) = _Seen(**take(_Seen, how)), _OPTIONS(how)
     others = (table, attn_mask, cur_pos_tensor, attention_sink)
     tensors, is_there = present(*three, *others), [each is not None for each in others]
     operands(name, *tensors)
     axes, heads, users = len(three[0].grid), three[0].shape[2], three[0].shape[1]
-    if is_causal:
-        check_positions(name, cur_pos, cur_pos_tensor, users)
-    listed = tuple(cur_pos)
+    if seen.is_causal:
+        check_positions(name, seen.listed, cur_pos_tensor, users)
     has_pages, has_mask, has_positions, has_sink = is_there
 
     def kernel(queries: Block, keys: Block, values: Block, *rest: Block) -> Block:
@@ -63,24 +74,12 @@ def _decode(
         k, v = caches((keys, values) if pages is None else (keys, values, pages), axes)
         groups = (k.shape[-3], heads // k.shape[-3])
         q = queries.reshape(*queries.shape[:axes], users, *groups, queries.shape[-1])  # [*mesh, B, K, H / K, D]
-        seen = blind = None
-        if is_causal:
-            last = positions_of(listed, positions, axes, users)[..., None, None, None]
-            seen = within(torch.arange(k.shape[-2]), last, sliding_window_size, cache_position_modulo)
-            if sliding_window_size is None and cache_position_modulo is None:
-                blind = last < 0
+        mask_of_keys, blind = seen.among(k.shape[-2], positions, axes, users)
         column = None if logits is None else sink_of(name, logits, axes, heads)
-        found = attend(
-            q,
-            k,
-            v if head_dim_v is None else v[..., :head_dim_v],
-            axes,
-            scale=scale,
-            seen=seen,
-            bias=None if mask is None else _by_groups(mask.float(), axes, heads, groups),
-            sink=None if column is None else column.reshape(*column.shape[: axes + 1], *groups, 1),
-            blind=blind,
-        )
+        sink = None if column is None else column.reshape(*column.shape[: axes + 1], *groups, 1)
+        bias = None if mask is None else _by_groups(mask.float(), axes, heads, groups)
+        some = v if head_dim_v is None else v[..., :head_dim_v]
+        found = attend(q, k, some, axes, scale=scale, seen=mask_of_keys, bias=bias, sink=sink, blind=blind)
         return found.flatten(-3, -2).unsqueeze(axes)
 
     return compute(kernel, tensors, attention_topology(tensors, (1, 2)))
@@ -94,9 +93,11 @@ def _by_groups(mask: Block, axes: int, heads: int, groups: tuple[int, int]) -> B
     return flat.reshape(*flat.shape[: axes + 1], *groups, flat.shape[-1])
 
 
-def _paged_decode(
-    name: str, three: Sequence[Tensor], table: Tensor, geometry: PagedCacheGeometryOverride | None = None, **how: Any
-) -> Made:
+_PAGES = Optionals("paged_cache_geometry")
+
+
+def _paged_decode(name: str, three: Sequence[Tensor], table: Tensor, **how: Any) -> Made:
+    (geometry,) = _PAGES(how)
     sizes = (geometry.block_size, geometry.num_kv_heads) if geometry is not None else (0, 0)
 
     def caches(blocks: Sequence[Block], axes: int) -> list[Block]:
@@ -106,14 +107,9 @@ def _paged_decode(
     return _decode(name, three, caches, table, **how)
 
 
-@op("transformer.scaled_dot_product_attention_decode", more=_decode)
+@op("transformer.scaled_dot_product_attention_decode", more=_DECODE)
 def scaled_dot_product_attention_decode(
-    input_tensor_q: Tensor,
-    input_tensor_k: Tensor,
-    input_tensor_v: Tensor,
-    *,
-    share_cache: bool | None = None,
-    **how: Any,
+    input_tensor_q, input_tensor_k, input_tensor_v, *, share_cache=None, **how
 ) -> Made:
     """One token of every user, [1, B, H, D], over the positions of its cache up to its own."""
     name = "transformer.scaled_dot_product_attention_decode"
@@ -134,35 +130,23 @@ def scaled_dot_product_attention_decode(
     return _decode(name, three, caches, **how)
 
 
-@op(
-    "transformer.paged_scaled_dot_product_attention_decode",
-    more=_decode,
-)
+@op("transformer.paged_scaled_dot_product_attention_decode", more=(*_DECODE, _PAGES))
 def paged_scaled_dot_product_attention_decode(
-    input_tensor_q: Tensor,
-    input_tensor_k: Tensor,
-    input_tensor_v: Tensor,
-    page_table_tensor: Tensor,
-    *,
-    paged_cache_geometry: PagedCacheGeometryOverride | None = None,
-    spec_multi_pos_tiles: int = 0,
-    **how: Any,
+    input_tensor_q, input_tensor_k, input_tensor_v, page_table_tensor, *, spec_multi_pos_tiles=0, **how
 ) -> Made:
     """`scaled_dot_product_attention_decode` over pages [P, K, n, D] that a table [B, m] puts in order."""
     name = "transformer.paged_scaled_dot_product_attention_decode"
     if spec_multi_pos_tiles:
         raise OperandError(f"ttnn.{name}: spec_multi_pos_tiles={spec_multi_pos_tiles} is not covered", fix="0")
     three = (input_tensor_q, input_tensor_k, input_tensor_v)
-    return _paged_decode(name, three, page_table_tensor, paged_cache_geometry, **how)
+    return _paged_decode(name, three, page_table_tensor, **how)
 
 
 # latent keys, whose first elements are the values
 
 
-@op("transformer.flash_multi_latent_attention_decode", more=_decode)
-def flash_multi_latent_attention_decode(
-    input_tensor_q: Tensor, input_tensor_k: Tensor, input_tensor_v: Tensor | None = None, **how: Any
-) -> Made:
+@op("transformer.flash_multi_latent_attention_decode", more=_DECODE)
+def flash_multi_latent_attention_decode(input_tensor_q, input_tensor_k, input_tensor_v=None, **how) -> Made:
     """`scaled_dot_product_attention_decode` whose values are the first `head_dim_v` elements of its keys."""
 
     users = input_tensor_q.shape[1]
@@ -174,17 +158,9 @@ def flash_multi_latent_attention_decode(
     return _decode("transformer.flash_multi_latent_attention_decode", three, caches, **how)
 
 
-@op(
-    "transformer.paged_flash_multi_latent_attention_decode",
-    more=_decode,
-)
+@op("transformer.paged_flash_multi_latent_attention_decode", more=_DECODE)
 def paged_flash_multi_latent_attention_decode(
-    input_tensor_q: Tensor,
-    input_tensor_k: Tensor,
-    input_tensor_v: Tensor | None = None,
-    head_dim_v: int | None = None,
-    page_table_tensor: Tensor | None = None,
-    **how: Any,
+    input_tensor_q, input_tensor_k, input_tensor_v=None, head_dim_v=None, page_table_tensor=None, **how
 ) -> Made:
     """`flash_multi_latent_attention_decode` over pages."""
     name = "transformer.paged_flash_multi_latent_attention_decode"

@@ -14,36 +14,18 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.ops.activations import (
-    UNARY,
-    Activation,
-    BcastOpDim,
-    BcastOpMath,
-    Function,
-    GeluVariant,
-    activator,
-    divide,
-)
+from meshloom.ttnn.ops.activations import UNARY, Activation, BcastOpDim, Function, GeluVariant, activator, divide
 from meshloom.ttnn.ops.block_moves import axis_of
-from meshloom.ttnn.ops.calling import (
-    REQUIRED,
-    Made,
-    compute,
-    op,
-    operands,
-    register,
-    result,
-    with_arguments,
-)
+from meshloom.ttnn.ops.calling import REQUIRED, Made, Optionals, compute, op, operands, register, result, with_arguments
 from meshloom.ttnn.ops.complex_numbers import ComplexTensor, invert, magnitude
 from meshloom.ttnn.ops.topologies import EACH, Named, rule_of, topology_of
 from meshloom.ttnn.tensor.formats import DataType
-from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.parts import Block, aligned
 from meshloom.ttnn.tensor.tensor import Tensor
 
 Scalar = int | float
 Operand = Tensor | Scalar
+Pair = Callable[[Any, Any], Block]  # a function of two operands of which one may be a number
 
 
 def fine(block: Block, kind: DataType) -> Block:
@@ -68,7 +50,9 @@ def unary(name: str, function: Function) -> None:
         return _unary(name, function, input_tensor, numbers, kind)
 
     doc, takes = f"{name} of every element.", {"input_tensor": REQUIRED, **function.parameters, "kind": None}
-    register(name, doc, with_arguments(name, doc, takes, with_parameters) if function.parameters else plain, also=_KEPT)
+    kinds = {each: "float" for each, default in function.parameters.items() if default is REQUIRED}
+    called = with_arguments(name, doc, takes, with_parameters, kinds) if function.parameters else plain
+    register(name, doc, called, also=_KEPT)
 
 
 _KEPT = "fast_and_approximate_mode memory_config output_tensor sub_core_grids"
@@ -105,7 +89,7 @@ for _name, _function in UNARY.items():
 
 
 @op("abs", also=_KEPT)
-def abs_(input_tensor: Tensor | ComplexTensor, *, kind: DataType | None = None) -> Made:
+def abs_(input_tensor: Tensor | ComplexTensor, *, kind=None) -> Made:
     """The absolute value of every element; of complex numbers, their lengths."""
     if isinstance(input_tensor, ComplexTensor):
         return magnitude(input_tensor)
@@ -113,9 +97,7 @@ def abs_(input_tensor: Tensor | ComplexTensor, *, kind: DataType | None = None) 
 
 
 @op("reciprocal", also=_KEPT)
-def reciprocal(
-    input_tensor: Tensor | ComplexTensor, *, memory_config: MemoryConfig | None = None, kind: DataType | None = None
-) -> Made | ComplexTensor:
+def reciprocal(input_tensor: Tensor | ComplexTensor, *, memory_config=None, kind=None) -> Made | ComplexTensor:
     """One over every element, complex numbers too."""
     if isinstance(input_tensor, ComplexTensor):
         return invert(input_tensor, memory_config)
@@ -125,26 +107,26 @@ def reciprocal(
 
 
 @op("logical_not_")
-def logical_not_(input_tensor: Tensor) -> Made:
+def logical_not_(input_tensor) -> Made:
     """1 where an element is zero, else 0, in its place."""
     _, (block,) = operands("logical_not_", input_tensor)
     return Made(torch.logical_not(block), input_tensor, topology_of(EACH, input_tensor), output=input_tensor)
 
 
 @op("gelu")
-def gelu(input_tensor: Tensor, *, variant: GeluVariant = GeluVariant.Accurate, kind: DataType | None = None) -> Made:
+def gelu(input_tensor, *, variant=GeluVariant.Accurate, kind=None) -> Made:
     """gelu of every element; the variant Tanh is the usual approximation."""
     return _unary("gelu", UNARY["gelu"], input_tensor, (variant,), kind)
 
 
 @op("unary_chain")
-def unary_chain(input_tensor: Tensor, ops_chain: Sequence[Activation], *, kind: DataType | None = None) -> Made:
+def unary_chain(input_tensor, ops_chain, *, kind=None) -> Made:
     """One activation after the other."""
     return _unary("unary_chain", Function(activator(ops_chain), {}), input_tensor, (), kind)
 
 
 @op("polyval")
-def polyval(input_tensor_a: Tensor, coeffs: Sequence[float]) -> Made:
+def polyval(input_tensor_a, coeffs) -> Made:
     """The polynomial whose coefficients stand highest power first."""
 
     def value(x: Block) -> Block:
@@ -176,7 +158,7 @@ def _shapes_of(name: str, a: Tensor, b: Tensor) -> int:
 
 
 def _pair_kernel(
-    name: str, function: Callable[[Any, Any], Block], a: Operand, b: Operand, kind: DataType | None
+    name: str, function: Pair, a: Operand, b: Operand, kind: DataType | None
 ) -> tuple[Callable[..., Block], tuple[Tensor, ...]]:
     """What a function of two operands computes from the blocks of the tensors among them, and these tensors."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -196,31 +178,23 @@ def _pair_kernel(
     return lambda y: function(scalar, fine(y, asked)), (tensor,)
 
 
+FUSED = Optionals(activations=(), input_tensor_a_activations=(), input_tensor_b_activations=())
+
+
 def binary(
-    name: str,
-    function: Callable[[Any, Any], Block],
-    a: Operand,
-    b: Operand,
-    rule: Named = EACH,
-    output: Tensor | None = None,
-    *,
-    activations: Sequence[Activation] = (),
-    input_tensor_a_activations: Sequence[Activation] = (),
-    input_tensor_b_activations: Sequence[Activation] = (),
-    kind: DataType | None = None,
+    name: str, function: Pair, a: Operand, b: Operand, rule: Named = EACH, output=None, *, kind=None, **fused: Any
 ) -> Made:
     """A function of two operands of which one may be a number, with activations fused before and after it."""
-    before = (input_tensor_a_activations, input_tensor_b_activations)
-    if activations or any(before):
-        function, rule = _fused(function, before, activations), EACH
+    if fused:
+        after, *before = FUSED(fused)
+        if after or any(before):
+            function, rule = _fused(function, before, after), EACH
     kernel, tensors = _pair_kernel(name, function, a, b, kind if output is None else output.dtype)
     known = getattr(function, "on_arrays", function) if len(tensors) == 2 else None
     return compute(kernel, tensors, topology_of(rule, a, b), output=output, is_pointwise=True, function=known)
 
 
-def _fused(
-    function: Callable[[Any, Any], Block], before: Sequence[Sequence[Activation]], after: Sequence[Activation]
-) -> Callable[[Any, Any], Block]:
+def _fused(function: Pair, before: Sequence[Sequence[Activation]], after: Sequence[Activation]) -> Pair:
     """A function with activations of its operands and of its result."""
     first, second = map(_fuse, before)
     last = activator(after)
@@ -241,9 +215,7 @@ _SPEED = "fast_and_approximate_mode sub_core_grids sub_device_id " + (
 )
 
 
-def _pair(
-    names: str, function: Callable[[Any, Any], Block], rule: Named = "", in_place: str = "", **spelled: str
-) -> None:
+def _pair(names: str, function: Pair, rule: Named = "", in_place: str = "", **spelled: str) -> None:
     """Register an op of two operands, under several names, and its forms that write into the first."""
     doc, rule = f"{names.split()[0]} of every two elements", rule or rule_of(names.split()[0])
     _two(names, function, rule, f"{doc}.", f"{_SPEED} dtype memory_config output_tensor", {**_SPELLED, **spelled})
@@ -252,13 +224,7 @@ def _pair(
 
 
 def _two(
-    names: str,
-    function: Callable[[Any, Any], Block],
-    rule: Named,
-    doc: str,
-    also: str,
-    spelled: dict[str, str],
-    writes: bool = False,
+    names: str, function: Pair, rule: Named, doc: str, also: str, spelled: dict[str, str], writes: bool = False
 ) -> None:
     name = names.split()[0]
 
@@ -266,10 +232,10 @@ def _two(
         output: Any = input_tensor_a if writes else None
         return binary(name, function, input_tensor_a, input_tensor_b, rule, output, **how)
 
-    register(names, doc, call, spelled=spelled, also=also, more=binary)
+    register(names, doc, call, spelled=spelled, also=also, more=(binary, FUSED))
 
 
-def _both(function: Callable[[Block, Block], Block]) -> Callable[[Any, Any], Block]:
+def _both(function: Callable[[Block, Block], Block]) -> Pair:
     """A function that torch has for arrays only: a number becomes an array of no dims."""
 
     def call(x: Any, y: Any) -> Block:
@@ -281,7 +247,7 @@ def _both(function: Callable[[Block, Block], Block]) -> Callable[[Any, Any], Blo
     return call
 
 
-def _first(function: Callable[[Any, Any], Block]) -> Callable[[Any, Any], Block]:
+def _first(function: Pair) -> Pair:
     """A function whose first argument torch wants as an array."""
 
     def call(x: Any, y: Any) -> Block:
@@ -301,7 +267,7 @@ def _shift_in_zeros(x: Block, y: Any) -> Block:
     return torch.bitwise_right_shift(wide, y).to(x.dtype)
 
 
-def _by_whole_numbers(function: Callable[[Any, Any], Block]) -> Callable[[Any, Any], Block]:
+def _by_whole_numbers(function: Pair) -> Pair:
     """A function that divides, with zero where integers are divided by zero."""
 
     def call(x: Any, y: Any) -> Block:
@@ -338,8 +304,8 @@ _pair("bias_gelu", lambda x, y: torch.nn.functional.gelu(x + y), in_place="bias_
 _pair("pow", torch.pow, input_tensor="input_tensor_a", exponent="input_tensor_b")
 
 
-@op("div", "divide", spelled={**_SPELLED, "value": "input_tensor_b"}, more=binary)
-def div(input_tensor_a: Operand, input_tensor_b: Operand, *, rounding_mode: str | None = None, **how: Any) -> Made:
+@op("div", "divide", spelled={**_SPELLED, "value": "input_tensor_b"}, more=(binary, FUSED))
+def div(input_tensor_a: Operand, input_tensor_b: Operand, *, rounding_mode=None, **how) -> Made:
     """The quotient of every two elements; `rounding_mode` is None, "trunc" or "floor"."""
     if rounding_mode not in (None, "trunc", "floor"):
         raise ArgumentError(f"ttnn.div: rounding_mode={rounding_mode!r}", fix='None, "trunc" or "floor"')
@@ -365,9 +331,7 @@ _pair("div_no_nan", _no_nan, value="input_tensor_b")
 
 
 @op("isclose")
-def isclose(
-    input_tensor_a: Tensor, input_tensor_b: Tensor, *, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
-) -> Made:
+def isclose(input_tensor_a, input_tensor_b, *, rtol=1e-05, atol=1e-08, equal_nan=False) -> Made:
     """1 where |a - b| <= atol + rtol * |b|."""
 
     def close(x: Block, y: Block) -> Block:
@@ -377,7 +341,7 @@ def isclose(
 
 
 def _register_scaled(name: str, doc: str, sign: int) -> None:
-    def call(input_tensor_a: Tensor, input_tensor_b: Tensor, alpha: float, *, kind: DataType | None = None) -> Made:
+    def call(input_tensor_a, input_tensor_b, alpha, *, kind=None) -> Made:
         add = functools.partial(torch.add, alpha=sign * alpha)
         return binary(name, add, input_tensor_a, input_tensor_b, "add", kind=kind)
 
@@ -389,7 +353,7 @@ _register_scaled("subalpha", "a - alpha * b.", -1)
 
 
 @op("prelu")
-def prelu(input_tensor_a: Tensor, weight: Tensor | Scalar | Sequence[float]) -> Made:
+def prelu(input_tensor_a, weight: Tensor | Scalar | Sequence[float]) -> Made:
     """Where negative, times the weight: a number, or one for every element of dim 1."""
     if isinstance(weight, Sequence):
         if len(weight) != 1:
@@ -403,9 +367,7 @@ def prelu(input_tensor_a: Tensor, weight: Tensor | Scalar | Sequence[float]) -> 
 
 
 @op("bcast")
-def bcast(
-    input_a: Tensor, input_b: Tensor, math_op: BcastOpMath, dim: BcastOpDim, *, kind: DataType | None = None
-) -> Made:
+def bcast(input_a, input_b, math_op, dim: BcastOpDim, *, kind=None) -> Made:
     """Sum, difference or product with an operand that is repeated along the named dims."""
     name = math_op.name.lower()
     for side, where in (("H", -2), ("W", -1)):
@@ -442,7 +404,7 @@ _HERE = object()  # where a tensor stands among numbers
 
 
 @op("where")
-def where(predicate: Tensor, true_value: Operand, false_value: Operand, *, output_tensor: Tensor | None = None) -> Made:
+def where(predicate, true_value, false_value, *, output_tensor=None) -> Made:
     """The second operand where the first is not zero, else the third."""
     like = next((each for each in (true_value, false_value) if isinstance(each, Tensor)), predicate)
 
@@ -489,14 +451,7 @@ _three(
 
 
 @op("mac", spelled={"value1": "input_tensor_b", "value2": "input_tensor_c"})
-def mac(
-    input_tensor_a: Tensor,
-    input_tensor_b: Operand | None = None,
-    input_tensor_c: Operand | None = None,
-    *,
-    value: float | None = None,
-    kind: DataType | None = None,
-) -> Made:
+def mac(input_tensor_a, input_tensor_b: Operand | None = None, input_tensor_c=None, *, value=None, kind=None) -> Made:
     """a * b + c; `value=` stands for the one of b and c that is left out."""
     b = value if input_tensor_b is None else input_tensor_b
     c = value if input_tensor_c is None else input_tensor_c
@@ -510,9 +465,7 @@ def _multiply_and_add(a: Block, b: Block | Scalar, c: Block | Scalar) -> Block:
 
 
 def _clamp(name: str) -> None:
-    def call(
-        input_tensor: Tensor, min: Operand | None = None, max: Operand | None = None, *, kind: DataType | None = None
-    ) -> Made:
+    def call(input_tensor, min=None, max=None, *, kind=None) -> Made:
         limits = [(each, how) for each, how in ((min, torch.maximum), (max, torch.minimum)) if each is not None]
         hows = [how for _, how in limits]
         if not limits:
@@ -551,7 +504,7 @@ def _spread(value: Tensor | Scalar, tensor: Tensor, axis: int | None) -> Tensor 
 def _register_quantised(name: str, doc: str, takes: str, function: Callable[..., Block], kind: DataType) -> None:
     """Register an op of a tensor and some scales and zero points, which are numbers, or tensors along `axis`."""
 
-    def call(tensor: Tensor, *given: Any) -> Made:
+    def call(tensor, *given: Any) -> Made:
         *values, axis = given
         spread = [_spread(value, tensor, axis) for value in values]
         tensors = tuple(each for each in (tensor, *spread) if isinstance(each, Tensor))
@@ -561,7 +514,8 @@ def _register_quantised(name: str, doc: str, takes: str, function: Callable[...,
         return Made(function(tensor.block.float(), *blocks), tensor, topology_of(EACH, *tensors), kind)
 
     required = dict.fromkeys(f"input_tensor {takes}".split(), REQUIRED)
-    op(name)(with_arguments(name, doc, {**required, "axis": None}, call))
+    kinds = dict.fromkeys(takes.split(), "Tensor | Scalar")
+    op(name)(with_arguments(name, doc, {**required, "axis": None}, call, kinds))
 
 
 _register_quantised(

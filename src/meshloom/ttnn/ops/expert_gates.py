@@ -6,8 +6,6 @@ is decided on its own, so labels keep every dim but that of the experts.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
@@ -28,7 +26,7 @@ def _but_last(tensor: Tensor) -> Places:
 
 
 @op("moe")
-def moe(input_tensor: Tensor, expert_mask_tensor: Tensor, topk_mask_tensor: Tensor, k: int = 32) -> Made:
+def moe(input_tensor, expert_mask_tensor, topk_mask_tensor, k=32) -> Made:
     """The weight of expert 0 for every token: softmax(the k best of scores + expert_mask, + topk_mask), [..., 1].
 
     It is zero where expert 0 is not among the best.
@@ -56,17 +54,17 @@ def _score(name: str, function: str, block: Block) -> Block:
 
 def _choose(
     name: str,
-    scores: Tensor,
-    bias: Tensor,
+    scores,
+    bias,
     *,
     n_groups: int = 8,
     summed_experts_per_group: int = 2,
     topk_groups: int = 4,
-    n_activated_experts: int = 8,
-    route_scale: float = 1.0,
-    epsilon: float = 1e-20,
-    score_func: str = "sigmoid",
-    stable_sort: bool = False,
+    n_activated_experts=8,
+    route_scale=1.0,
+    epsilon=1e-20,
+    score_func="sigmoid",
+    stable_sort=False,
 ) -> list[Made]:
     _, (block, added) = operands(name, scores, bias)
     axes, rank, experts = len(scores.grid), len(scores.shape), scores.shape[-1]
@@ -97,7 +95,7 @@ def _weigh(
 
 
 @op("experimental.deepseek_grouped_gate", more=_choose)
-def deepseek_grouped_gate(scores: Tensor, bias: Tensor, **how: Any) -> list[Made]:
+def deepseek_grouped_gate(scores, bias, **how) -> list[Made]:
     """Weights and numbers of the best experts of the best groups.
 
     A group is as good as the sum of its best sigmoid(score) + bias. The weights are sigmoid(score) of those chosen,
@@ -107,7 +105,7 @@ def deepseek_grouped_gate(scores: Tensor, bias: Tensor, **how: Any) -> list[Made
 
 
 @op("experimental.deepseek_prefill.moe_grouped_topk", more=_choose, refuses="padding_config biased_scores")
-def moe_grouped_topk(scores: Tensor, bias: Tensor, *, weights_layout: Layout = Layout.TILE, **how: Any) -> list[Made]:
+def moe_grouped_topk(scores, bias, *, weights_layout=Layout.TILE, **how) -> list[Made]:
     """`deepseek_grouped_gate` with a function of scores; equal scores go to the lower number with `stable_sort`."""
     found = _choose("experimental.deepseek_prefill.moe_grouped_topk", scores, bias, **how)
     found[0].layout = weights_layout
@@ -116,14 +114,7 @@ def moe_grouped_topk(scores: Tensor, bias: Tensor, *, weights_layout: Layout = L
 
 @op("experimental.deepseek_prefill.moe_hash_gate", refuses="padding_config")
 def moe_hash_gate(
-    scores: Tensor,
-    input_ids: Tensor,
-    tid2eid: Tensor,
-    *,
-    n_activated_experts: int,
-    route_scale: float = 1.0,
-    epsilon: float = 1e-20,
-    score_func: str = "sqrtsoftplus",
+    scores, input_ids, tid2eid, *, n_activated_experts, route_scale=1.0, epsilon=1e-20, score_func="sqrtsoftplus"
 ) -> list[Made]:
     """Experts by the number of a token, from the table `tid2eid`, and their scores over the sum of them as weights."""
     name = "experimental.deepseek_prefill.moe_hash_gate"
@@ -151,9 +142,7 @@ def moe_hash_gate(
 
 
 @op("experimental.deepseek_prefill.masked_bincount")
-def masked_bincount(
-    input_tensor: Tensor, expert_mask: Tensor, n_routed_experts: int, num_experts_per_token: int
-) -> Made:
+def masked_bincount(input_tensor, expert_mask, n_routed_experts, num_experts_per_token) -> Made:
     """How often every expert was chosen, [experts], of [tokens, chosen]; zero for experts that the mask leaves out."""
     name = "experimental.deepseek_prefill.masked_bincount"
     _, (block, mask) = operands(name, input_tensor, expert_mask)
@@ -176,14 +165,7 @@ def masked_bincount(
 
 
 @op("experimental.topk_large_indices", refuses="valid_end_tensor", instead="valid_length_tensor=")
-def topk_large_indices(
-    input_tensor: Tensor,
-    *,
-    k: int,
-    valid_length: int | None = None,
-    valid_length_tensor: Tensor | None = None,
-    valid_length_offset: int = 0,
-) -> Made:
+def topk_large_indices(input_tensor, *, k, valid_length=None, valid_length_tensor=None, valid_length_offset=0) -> Made:
     """Where the k largest elements of every row are, largest first; only the first `valid_length` of a row count."""
     name = "experimental.topk_large_indices"
     given = [input_tensor] if valid_length_tensor is None else [input_tensor, valid_length_tensor]

@@ -14,7 +14,7 @@ import torch
 from meshloom.errors import OperandError, UnsupportedError
 from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.ops.block_moves import spread
-from meshloom.ttnn.ops.calling import Made, make, op, operands
+from meshloom.ttnn.ops.calling import Made, Optionals, make, op, operands
 from meshloom.ttnn.ops.reductions import reduce
 from meshloom.ttnn.ops.topologies import einsum, moves, rows, same
 from meshloom.ttnn.tensor.formats import Layout
@@ -44,13 +44,7 @@ def _columns(*tensors: Tensor) -> tuple[str, ...]:
 
 @op("experimental.deepseek_prefill.extract")
 def extract(
-    global_tensor: Tensor,
-    start: Tensor,
-    counts: Tensor,
-    global_expert_idx_table: Tensor,
-    *,
-    local_expert_id: int,
-    max_dispatched_tokens_per_expert: int,
+    global_tensor, start: Tensor, counts, global_expert_idx_table, *, local_expert_id, max_dispatched_tokens_per_expert
 ) -> Made:
     """The rows of one expert, [..., max tokens, H]; zeros behind them."""
     name = "experimental.deepseek_prefill.extract"
@@ -72,15 +66,7 @@ def _take(block: Block, index: Block, axes: int) -> Block:
 
 
 @op("experimental.deepseek_prefill.insert")
-def insert(
-    global_tensor: Tensor,
-    local_tensor: Tensor,
-    start: Tensor,
-    counts: Tensor,
-    global_expert_idx_table: Tensor,
-    *,
-    local_expert_id: int,
-) -> Made:
+def insert(global_tensor, local_tensor, start: Tensor, counts, global_expert_idx_table, *, local_expert_id) -> Made:
     """The rows of one expert put back where `extract` took them from, in place."""
     name = "experimental.deepseek_prefill.insert"
     given = (global_tensor, local_tensor, start, counts, global_expert_idx_table)
@@ -100,7 +86,7 @@ def insert(
 
 
 @op("experimental.deepseek_prefill.routed_expert_ffn")
-def routed_expert_ffn(x: Tensor, gate_proj: Tensor, up_proj: Tensor, down_proj: Tensor) -> Made:
+def routed_expert_ffn(x, gate_proj, up_proj, down_proj) -> Made:
     """(silu(x @ gate) * (x @ up)) @ down."""
     name = "experimental.deepseek_prefill.routed_expert_ffn"
     given = (x, gate_proj, up_proj, down_proj)
@@ -127,31 +113,30 @@ class RoutedExpertActivation(Choice):
     SwiGluOai = enum.auto()
 
 
-@op("experimental.deepseek_prefill.unified_routed_expert_moe")
+_SILU = RoutedExpertActivation.Silu
+
+
+def _experts(
+    *, gate_projs, up_projs, down_projs, max_dispatched_tokens_per_expert
+) -> tuple[list[tuple[Tensor, ...]], int]:
+    """The weights of every expert, and how many rows of the buffer it has at most."""
+    return list(zip(gate_projs, up_projs, down_projs, strict=True)), max_dispatched_tokens_per_expert
+
+
+_OPEN = Optionals("gate_biases up_biases down_biases", min_active_tokens=0, max_active_tokens=4294967295)
+
+
+@op("experimental.deepseek_prefill.unified_routed_expert_moe", more=(_experts, _OPEN))
 def unified_routed_expert_moe(
-    dispatched_buffer: Tensor,
-    expert_region_offsets: Tensor,
-    expert_token_counts: Tensor,
-    global_expert_idx_table: Tensor,
-    gate_projs: Sequence[Tensor],
-    up_projs: Sequence[Tensor],
-    down_projs: Sequence[Tensor],
-    max_dispatched_tokens_per_expert: int,
-    *,
-    activation: RoutedExpertActivation = RoutedExpertActivation.Silu,
-    gate_biases: Sequence[Tensor] | None = None,
-    up_biases: Sequence[Tensor] | None = None,
-    down_biases: Sequence[Tensor] | None = None,
-    min_active_tokens: int = 0,
-    max_active_tokens: int = 4294967295,
+    dispatched_buffer, expert_region_offsets, expert_token_counts, global_expert_idx_table, *, activation=_SILU, **how
 ) -> Made:
     """`routed_expert_ffn` of every expert of a device on its own rows of the buffer; zeros in rows of no expert."""
     name = "experimental.deepseek_prefill.unified_routed_expert_moe"
-    biases = [each for each in (gate_biases, up_biases, down_biases) if each]
-    if activation is not RoutedExpertActivation.Silu or biases or (min_active_tokens, max_active_tokens) != _ANY:
+    *biases, least, most = _OPEN(how)
+    if activation is not _SILU or any(biases) or (least, most) != (0, 4294967295):
         raise UnsupportedError(f"ttnn.{name}: silu without biases for any number of tokens is what is covered")
     told = (expert_region_offsets, expert_token_counts, global_expert_idx_table)
-    weights = list(zip(gate_projs, up_projs, down_projs, strict=True))
+    weights, limit = _experts(**how)
     given = (dispatched_buffer, *told, *(each for three in weights for each in three))
     _, (block, *blocks) = operands(name, *given)
     axes, rank, size = len(dispatched_buffer.grid), len(dispatched_buffer.shape), dispatched_buffer.shape[-2]
@@ -159,8 +144,8 @@ def unified_routed_expert_moe(
     for expert in range(len(weights)):
         first, many = _region(name, expert, blocks[:3], axes)
         place = torch.arange(size) - first.unsqueeze(-1)
-        mine = (place >= 0) & (place < many.clamp(max=max_dispatched_tokens_per_expert).unsqueeze(-1))
-        rows_of = _take(block.float(), (first.unsqueeze(-1) + _up_to(max_dispatched_tokens_per_expert, size)), axes)
+        mine = (place >= 0) & (place < many.clamp(max=limit).unsqueeze(-1))
+        rows_of = _take(block.float(), (first.unsqueeze(-1) + _up_to(limit, size)), axes)
         three = (aligned(each.float(), axes, rank) for each in blocks[3 + 3 * expert : 6 + 3 * expert])
         made = _take(_feed(rows_of, *three), place.clamp(0, rows_of.shape[-2] - 1), axes)
         kept = mine.reshape(*mine.shape[:axes], *(1,) * (rank - 2), -1, 1)
@@ -172,9 +157,6 @@ def unified_routed_expert_moe(
     return make(found, rows(f"R, R, R, R, {inner} -> P(sum)", exact=True), *given)
 
 
-_ANY = (0, 4294967295)
-
-
 def _up_to(count: int, size: int) -> Block:
     return torch.arange(min(count, size))
 
@@ -183,14 +165,7 @@ def _up_to(count: int, size: int) -> Block:
 
 
 @op("experimental.deepseek_prefill.post_combine_reduce")
-def post_combine_reduce(
-    combine_output: Tensor,
-    weights: Tensor,
-    indices: Tensor | None = None,
-    expert_dispatch_table: Tensor | None = None,
-    *,
-    expert_dim: int = 3,
-) -> Made:
+def post_combine_reduce(combine_output, weights, indices=None, expert_dispatch_table=None, *, expert_dim=3) -> Made:
     """The weighted sum of what a token's experts made, [..., chosen, H] with weights [..., chosen]: [..., H]."""
     name = "experimental.deepseek_prefill.post_combine_reduce"
     if indices is not None or expert_dispatch_table is not None:
@@ -222,7 +197,7 @@ def _pieces(name: str, tensor: Tensor, dim: int, sizes: Sequence[int]) -> list[M
 
 
 @op("experimental.fast_reduce_nc_split")
-def fast_reduce_nc_split(input: Tensor, *, dim: int, split_output_width: int) -> tuple[Made, Made]:
+def fast_reduce_nc_split(input, *, dim, split_output_width) -> tuple[Made, Made]:
     """The sum over a dim, which is kept with size 1, in two pieces: so many columns, and the others."""
     sizes = (split_output_width, input.shape[-1] - split_output_width)
     first, second = _pieces("experimental.fast_reduce_nc_split", input, dim, sizes)
@@ -230,14 +205,14 @@ def fast_reduce_nc_split(input: Tensor, *, dim: int, split_output_width: int) ->
 
 
 @op("experimental.deepseek_moe_fast_reduce_nc")
-def deepseek_moe_fast_reduce_nc(input_tensor: Tensor, dim: int, *, split_size: int) -> list[Made]:
+def deepseek_moe_fast_reduce_nc(input_tensor, dim, *, split_size) -> list[Made]:
     """The sum over a dim, which is kept with size 1, in pieces of `split_size` columns."""
     sizes = [split_size] * (input_tensor.shape[-1] // split_size)
     return _pieces("experimental.deepseek_moe_fast_reduce_nc", input_tensor, dim, sizes)
 
 
 @op("experimental.deepseek_prefill.attn_res_weighted_reduce_nc")
-def attn_res_weighted_reduce_nc(input: Tensor, weight: Tensor, *, dim: int = 1) -> Made:
+def attn_res_weighted_reduce_nc(input, weight, *, dim=1) -> Made:
     """The sum of input * weight over a dim, which is kept with size 1."""
     name = "experimental.deepseek_prefill.attn_res_weighted_reduce_nc"
     _, (block, factor) = operands(name, input, weight)
@@ -256,7 +231,7 @@ def attn_res_weighted_reduce_nc(input: Tensor, weight: Tensor, *, dim: int = 1) 
 
 
 @op("experimental.deepseek_moe_post_combine_tilize")
-def deepseek_moe_post_combine_tilize(input_tensor: Tensor) -> Made:
+def deepseek_moe_post_combine_tilize(input_tensor) -> Made:
     """The same values in tiles."""
     name = "experimental.deepseek_moe_post_combine_tilize"
     _, (block,) = operands(name, input_tensor)

@@ -5,11 +5,8 @@ The pair before and after a gather is that of `rms_norm_pre_all_gather` and its 
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshloom.errors import OperandError
-from meshloom.ttnn.ops.activations import Activation
-from meshloom.ttnn.ops.calling import TABLE, op
+from meshloom.ttnn.ops.calling import KEPT, TABLE, op
 from meshloom.ttnn.ops.copies import typecast
 from meshloom.ttnn.ops.movement import permute, reshape
 from meshloom.ttnn.ops.normalisation import layer_norm_post_all_gather, rms_norm, rms_norm_post_all_gather
@@ -20,12 +17,7 @@ from meshloom.ttnn.tensor.tensor import Tensor
 
 
 def split_and_turn(
-    name: str,
-    tensor: Tensor,
-    heads: int,
-    matrix: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
+    name: str, tensor: Tensor, heads: int, matrix: Tensor | None, cos: Tensor | None, sin: Tensor | None
 ) -> Tensor:
     """[1, 1, S, heads * D] as [1, heads, S, D], and turned by angles [1, 1, S, D] if there are some."""
     if heads > 1:
@@ -38,8 +30,7 @@ def split_and_turn(
         return tensor
     if matrix is None or cos is None or sin is None:
         raise OperandError(f"ttnn.{name}: transformation_mat, rope_cos and rope_sin are given together or not at all")
-    found: Tensor = rotary_embedding_llama(tensor, cos, sin, matrix)
-    return found
+    return rotary_embedding_llama(tensor, cos, sin, matrix)
 
 
 def finish(tensor: Tensor, dtype: DataType | None, memory_config: MemoryConfig | None, output: Tensor | None) -> Tensor:
@@ -60,44 +51,26 @@ def finish_heads(
     *,
     name: str,
     like: Tensor,
-    num_heads_per_device: int = 1,
+    num_heads_per_device=1,
     transformation_mat: Tensor | None = None,
     rope_cos: Tensor | None = None,
     rope_sin: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    dtype: DataType | None = None,
+    memory_config=None,
+    dtype=None,
 ) -> Tensor:
     """Rows as heads [1, heads, S, D], turned by their angles, in the dtype of the operand."""
     turned = split_and_turn(name, made, num_heads_per_device, transformation_mat, rope_cos, rope_sin)
     return finish(turned, dtype or like.dtype, memory_config, None)
 
 
-@op("experimental.dit_layernorm_post_allgather")
-def dit_layernorm_post_allgather(
-    input_tensor: Tensor,
-    stats: Tensor,
-    *,
-    epsilon: float = 1e-05,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    dtype: DataType | None = None,
-) -> Tensor:
+@op("experimental.dit_layernorm_post_allgather", more=KEPT)
+def dit_layernorm_post_allgather(input_tensor, stats, *, epsilon=1e-05, weight=None, bias=None, **how) -> Tensor:
     """`layer_norm_post_all_gather`."""
-    how: dict[str, Any] = {"weight": weight, "bias": bias, "memory_config": memory_config, "dtype": dtype}
-    found: Tensor = layer_norm_post_all_gather(input_tensor, stats, epsilon=epsilon, **how)
-    return found
+    return layer_norm_post_all_gather(input_tensor, stats, epsilon=epsilon, weight=weight, bias=bias, **how)
 
 
 @op("experimental.wan_fused_rmsnorm_post_allgather", more=finish_heads)
-def wan_fused_rmsnorm_post_allgather(
-    input_tensor: Tensor,
-    stats: Tensor,
-    *,
-    epsilon: float = 1e-05,
-    weight: Tensor | None = None,
-    **how: Any,
-) -> Tensor:
+def wan_fused_rmsnorm_post_allgather(input_tensor, stats, *, epsilon=1e-05, weight=None, **how) -> Tensor:
     """`rms_norm_post_all_gather` of [1, 1, S, heads * D], as heads [1, heads, S, D], turned by their angles."""
     name = "experimental.wan_fused_rmsnorm_post_allgather"
     exact = DataType.FLOAT32  # rounded once, at the end
@@ -105,19 +78,12 @@ def wan_fused_rmsnorm_post_allgather(
     return finish_heads(normal, name=name, like=input_tensor, **how)
 
 
-@op("experimental.dit_rms_norm_unary_fused")
+@op("experimental.dit_rms_norm_unary_fused", more=KEPT)
 def dit_rms_norm_unary_fused(
-    input_tensor: Tensor,
-    epsilon: float = 1e-05,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual_input_tensor: Tensor | None = None,
-    *,
-    activation: Activation | None = None,
-    memory_config: MemoryConfig | None = None,
+    input_tensor, epsilon=1e-05, weight=None, bias=None, residual_input_tensor=None, *, activation=None, **how
 ) -> Tensor:
     """`rms_norm`, then an activation."""
-    how: dict[str, Any] = {"weight": weight, "bias": bias, "residual_input_tensor": residual_input_tensor}
-    normal = rms_norm(typecast(input_tensor, DataType.FLOAT32), epsilon=epsilon, **how)  # rounded once, at the end
+    exact = typecast(input_tensor, DataType.FLOAT32)  # rounded once, at the end
+    normal = rms_norm(exact, epsilon=epsilon, weight=weight, bias=bias, residual_input_tensor=residual_input_tensor)
     found = normal if activation is None else TABLE["unary_chain"](normal, [activation])
-    return finish(found, input_tensor.dtype, memory_config, None)
+    return finish(found, input_tensor.dtype, how.get("memory_config"), None)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ops.labels import pointwise
 from meshloom.ttnn.ops.activations import UNARY, GeluVariant, divide
-from meshloom.ttnn.ops.calling import REQUIRED, Made, op, operands, shared_coords, with_arguments
+from meshloom.ttnn.ops.calling import REQUIRED, Made, Optionals, op, operands, shared_coords, with_arguments
 from meshloom.ttnn.ops.complex_numbers import ComplexTensor, complex_gradients
 from meshloom.ttnn.ops.topologies import EACH, LINEAR, rows, topology_of
 from meshloom.ttnn.tensor.parts import Block, aligned, lead
@@ -24,6 +24,38 @@ from meshloom.ttnn.tensor.topology import TensorTopology
 
 Operand = Tensor | int | float
 Gradients = list[Made | None]
+
+
+class Rooms(Optionals):
+    """What a call says about several results: which are wanted, room for each, and where each is kept.
+
+    An op that has it among its `more` takes a tensor by the name of every result, `<name>_memory_config`, and
+    `are_required_outputs`, as far as the original does. Where `room_asks`, room for a result says that it is wanted.
+    """
+
+    def __init__(self, names: str, required: Sequence[bool], first_memory: str = "", room_asks: bool = False) -> None:
+        self.names, self.required, self.room_asks = names.split(), tuple(required), room_asks
+        self.memory = [f"{each}_memory_config" for each in self.names]
+        self.memory[0] = first_memory or self.memory[0]
+        super().__init__(" ".join((*self.names, *self.memory)), are_required_outputs=self.required)
+
+    def wanted(self, given: Mapping[str, Any]) -> list[bool]:
+        """Which results a call asks for."""
+        asked = given.get("are_required_outputs", self.required)
+        rooms = [self.room_asks and given.get(name) is not None for name in self.names]
+        return [wanted or has_room for wanted, has_room in zip(asked, rooms, strict=True)]
+
+    def ask(self, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What a call says about each result, as ops of one result take it."""
+        pairs = zip(self.names, self.memory, strict=True)
+        return [{"optional_output_tensor": given.get(a), "memory_config": given.get(b)} for a, b in pairs]
+
+    def fill(self, made: Sequence[Made | None], given: Mapping[str, Any]) -> Gradients:
+        """Results that are wanted, each for its room or its memory."""
+        for each, name, memory in zip(made, self.names, self.memory, strict=True):
+            if each is not None:
+                each.output, each.memory_config = given.get(name), given.get(memory)
+        return [each if wanted else None for each, wanted in zip(made, self.wanted(given), strict=True)]
 
 
 def gradients(
@@ -177,9 +209,7 @@ def _limit(x: Block, low: Any, high: Any) -> Block:
 
 def _clamping(name: str) -> None:
     @op(f"{name}_bw")
-    def call(
-        grad_tensor: Tensor, input_tensor: Tensor, min: Operand | None = None, max: Operand | None = None
-    ) -> Gradients:
+    def call(grad_tensor, input_tensor, min=None, max=None) -> Gradients:
         """The gradient where the element was inside of the limits, else zero."""
         limits = [each for each in (min, max) if isinstance(each, Tensor)]
 
@@ -197,7 +227,7 @@ _clamping("clip")
 
 
 @op("prod_bw")
-def prod_bw(grad_tensor: Tensor, input_tensor: Tensor, *, dim: int | None = None) -> Gradients:
+def prod_bw(grad_tensor, input_tensor, *, dim=None) -> Gradients:
     """The gradient of a product over a dim, or over all, whose dims the gradient has with size 1."""
     rank = len(input_tensor.shape)
 
@@ -210,7 +240,7 @@ def prod_bw(grad_tensor: Tensor, input_tensor: Tensor, *, dim: int | None = None
 
 
 @op("repeat_bw")
-def repeat_bw(grad_tensor: Tensor, input_tensor: Tensor, shape: Sequence[int]) -> Gradients:
+def repeat_bw(grad_tensor, input_tensor, shape: Sequence[int]) -> Gradients:
     """The gradient of a tensor that was repeat so many times along each dim: the sum over its copies."""
 
     def repeat(x: Block) -> Block:
@@ -265,43 +295,26 @@ _two("remainder", torch.remainder)
 _two("bias_gelu", _bias_gelu, variant=GeluVariant.Accurate, approximate=None)
 
 
-@op("assign_bw", spelled={"input_tensor": "input_tensor_a"})
-def assign_bw(
-    grad_tensor: Tensor,
-    input_tensor_a: Tensor,
-    input_tensor_b: Tensor | None = None,
-    *,
-    are_required_outputs: Sequence[bool] = (True, True),
-    input_a_grad: Tensor | None = None,
-    input_b_grad: Tensor | None = None,
-) -> Gradients:
+_PAIR = Rooms("input_a_grad input_b_grad", (True, True))
+
+
+@op("assign_bw", spelled={"input_tensor": "input_tensor_a"}, more=_PAIR)
+def assign_bw(grad_tensor, input_tensor_a, input_tensor_b=None, **rooms) -> Gradients:
     """The gradient as it is; nothing for what was written over."""
     values = [input_tensor_a] if input_tensor_b is None else [input_tensor_a, input_tensor_b]
-    outputs = [input_a_grad, input_b_grad]
-    return gradients("assign_bw", lambda x, *_: x.clone(), grad_tensor, values, outputs, are_required_outputs)
+    outputs = [rooms.get(each) for each in _PAIR.names]
+    return gradients("assign_bw", lambda x, *_: x.clone(), grad_tensor, values, outputs, _PAIR.wanted(rooms))
 
 
-@op("concat_bw")
-def concat_bw(
-    grad_tensor: Tensor,
-    input_tensor_a: Tensor,
-    input_tensor_b: Tensor,
-    dim: int = 0,
-    *,
-    are_required_outputs: Sequence[bool] = (True, True),
-    input_a_grad: Tensor | None = None,
-    input_b_grad: Tensor | None = None,
-) -> Gradients:
+@op("concat_bw", more=_PAIR)
+def concat_bw(grad_tensor, input_tensor_a, input_tensor_b, dim=0, **rooms) -> Gradients:
     """The piece of the gradient that belongs to each operand."""
-    _, (block, *_) = operands("concat_bw", grad_tensor, input_tensor_a, input_tensor_b)
+    both = (input_tensor_a, input_tensor_b)
+    _, (block, *_) = operands("concat_bw", grad_tensor, *both)
     at = dim % len(grad_tensor.shape) - len(grad_tensor.shape)
-    pieces = block.split([input_tensor_a.shape[at], input_tensor_b.shape[at]], at)
+    pieces = block.split([each.shape[at] for each in both], at)
     label = topology_of(LINEAR, grad_tensor)
-    both, outputs = (input_tensor_a, input_tensor_b), (input_a_grad, input_b_grad)
-    return [
-        Made(piece.clone(), tensor, label, output=output) if wanted else None
-        for piece, tensor, output, wanted in zip(pieces, both, outputs, are_required_outputs, strict=True)
-    ]
+    return _PAIR.fill([Made(piece.clone(), like, label) for piece, like in zip(pieces, both, strict=True)], rooms)
 
 
 # three operands

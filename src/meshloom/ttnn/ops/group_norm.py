@@ -20,25 +20,13 @@ from meshloom.ttnn.tensor.padding import mean_of
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 
-__all__ = [
-    "create_group_norm_input_mask",
-    "create_group_norm_input_negative_mask",
-    "create_group_norm_weight_bias_rm",
-]
+__all__ = ["create_group_norm_input_mask", "create_group_norm_input_negative_mask", "create_group_norm_weight_bias_rm"]
 
 TILE_WIDTH = 32
 
 
 @op("group_norm")
-def group_norm(
-    input_tensor: Tensor,
-    *,
-    num_groups: int,
-    epsilon: float = 1e-12,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    core_grid: Any = None,
-) -> Made:
+def group_norm(input_tensor, *, num_groups, epsilon=1e-12, weight=None, bias=None, core_grid=None) -> Made:
     """The norm of groups of channels of [N, 1, H * W, C]: mean and variance over all places and the group's channels.
 
     Weight and bias may be padded to tiles, as [1, 1, tiles, 32]: all channels, or those of every core, at the front.

@@ -22,7 +22,7 @@ from meshloom.ttnn.device.cores import (
     num_cores_to_corerangeset_in_subcoregrids,
 )
 from meshloom.ttnn.ops.block_moves import fresh, inside
-from meshloom.ttnn.ops.calling import Made, compute, make, op, operands, register, shared_coords
+from meshloom.ttnn.ops.calling import Made, Optionals, compute, make, op, operands, register, shared_coords
 from meshloom.ttnn.ops.slicing import slice_, take_along
 from meshloom.ttnn.ops.topologies import moves, same, topology_of
 from meshloom.ttnn.tensor.formats import TILE_SIZE
@@ -37,14 +37,7 @@ Outputs = Sequence[Tensor | None] | None
 
 @op("experimental.nlp_create_qkv_heads", spelled={"input_q": "input"})
 def nlp_create_qkv_heads(
-    input: Tensor,
-    input_kv: Tensor | None = None,
-    *,
-    num_heads: int,
-    num_kv_heads: int | None = None,
-    transpose_k_heads: bool = True,
-    kv_tied: bool = False,
-    output_tensors: Outputs = None,
+    input, input_kv=None, *, num_heads, num_kv_heads=None, transpose_k_heads=True, kv_tied=False, output_tensors=None
 ) -> Three:
     """[B, 1, S, (q + k + v) * D] as [B, q, S, D], [B, k, S, D] (or [B, k, D, S]) and [B, v, S, D]."""
     name = "experimental.nlp_create_qkv_heads"
@@ -52,14 +45,7 @@ def nlp_create_qkv_heads(
 
 
 @op("experimental.create_qkv_heads")
-def create_qkv_heads(
-    input: Tensor,
-    *,
-    num_heads: int,
-    num_kv_heads: int | None = None,
-    transpose_k_heads: bool = True,
-    output_tensors: Outputs = None,
-) -> Three:
+def create_qkv_heads(input, *, num_heads, num_kv_heads=None, transpose_k_heads=True, output_tensors=None) -> Three:
     """`nlp_create_qkv_heads` of a width that goes group by group: query heads, then their key and their value head."""
     name, groups = "experimental.create_qkv_heads", num_kv_heads or num_heads
     ordered = _by_kind(name, input, groups, (num_heads // groups, 1, 1), num_heads)
@@ -68,13 +54,7 @@ def create_qkv_heads(
 
 @op("experimental.create_qkv_heads_from_separate_tensors")
 def create_qkv_heads_from_separate_tensors(
-    input: Tensor,
-    input_kv: Tensor,
-    *,
-    num_heads: int,
-    num_kv_heads: int | None = None,
-    transpose_k_heads: bool = True,
-    output_tensors: Outputs = None,
+    input, input_kv, *, num_heads, num_kv_heads=None, transpose_k_heads=True, output_tensors=None
 ) -> Three:
     """Queries [B, 1, S, q * D], and keys and values [B, 1, T, 2 * k * D] that go group by group."""
     name, groups = "experimental.create_qkv_heads_from_separate_tensors", num_kv_heads or num_heads
@@ -99,7 +79,7 @@ def _by_kind(name: str, tensor: Tensor, groups: int, heads: Sequence[int], count
 
 
 @op("experimental.nlp_create_q_heads_split")
-def nlp_create_q_heads_split(input: Tensor, *, num_heads: int, split_head_dim: int) -> tuple[Made, Made]:
+def nlp_create_q_heads_split(input, *, num_heads, split_head_dim) -> tuple[Made, Made]:
     """[B, 1, S, heads * D] as [B, heads, S, split_head_dim] and [B, heads, S, D - split_head_dim]."""
     name = "experimental.nlp_create_q_heads_split"
     _, (block,) = operands(name, input)
@@ -115,26 +95,21 @@ def nlp_create_q_heads_split(input: Tensor, *, num_heads: int, split_head_dim: i
 
 
 @op("experimental.nlp_create_qkv_heads_vit")
-def nlp_create_qkv_heads_vit(input: Tensor, *, output_tensors: Outputs = None) -> Three:
+def nlp_create_qkv_heads_vit(input, *, output_tensors=None) -> Three:
     """Heads of 64, as many for keys and values as for queries."""
     name = "experimental.nlp_create_qkv_heads_vit"
     return _split(name, input, heads=input.shape[-1] // (3 * 64), outputs=output_tensors)
 
 
 @op("experimental.nlp_create_qkv_heads_falcon7b")
-def nlp_create_qkv_heads_falcon7b(input: Tensor) -> Three:
+def nlp_create_qkv_heads_falcon7b(input) -> Three:
     """Query heads of 64, one head for keys and one for values."""
     return _split("experimental.nlp_create_qkv_heads_falcon7b", input, None, input.shape[-1] // 64 - 2, 1)
 
 
 @op("transformer.split_query_key_value_and_split_heads")
 def split_query_key_value_and_split_heads(
-    input_tensor: Tensor,
-    kv_input_tensor: Tensor | None = None,
-    *,
-    num_heads: int,
-    num_kv_heads: int | None = None,
-    transpose_key: bool = True,
+    input_tensor, kv_input_tensor=None, *, num_heads, num_kv_heads=None, transpose_key=True
 ) -> Three:
     """[B, S, (q + k + v) * D] as [B, q, S, D], [B, k, D, S] (or [B, k, S, D]) and [B, v, S, D]."""
     name = "transformer.split_query_key_value_and_split_heads"
@@ -142,9 +117,7 @@ def split_query_key_value_and_split_heads(
 
 
 @op("experimental.split_query_key_value_and_split_heads")
-def experimental_split_query_key_value_and_split_heads(
-    input_tensor: Tensor, *, num_heads: int = 16, output_tensors: Outputs = None
-) -> Three:
+def experimental_split_query_key_value_and_split_heads(input_tensor, *, num_heads=16, output_tensors=None) -> Three:
     """[B, 1, S, 3 * H * D] as [B, H, S, D], [B, H, D, S] and [B, H, S, D]."""
     name = "experimental.split_query_key_value_and_split_heads"
     return _split(name, input_tensor, heads=num_heads, turned=True, outputs=output_tensors)
@@ -177,16 +150,11 @@ def _split(
         sources.append(sources[1])
     if turned:
         made[1] = made[1].transpose(-1, -2)
-    found = [
-        Made(
-            fresh(block),
-            source,
-            _split_label(source, block.shape[axes:], at_end=turned and number == 1),
-            output=outputs[number] if outputs else None,
-            coords=shared_coords(*given),
-        )
-        for number, (block, source) in enumerate(zip(made, sources, strict=True))
-    ]
+    found = []
+    for number, (block, source) in enumerate(zip(made, sources, strict=True)):
+        label = _split_label(source, block.shape[axes:], at_end=turned and number == 1)
+        each = Made(fresh(block), source, label, coords=shared_coords(*given))
+        found.append(each.into(outputs[number] if outputs else None))
     return found[0], found[1], found[2]
 
 
@@ -224,23 +192,18 @@ def _split_label(source: Tensor, shape: Sequence[int], at_end: bool) -> Any:
 # decoding: one token of every user
 
 
-@op("experimental.nlp_create_qkv_heads_decode")
+_LAID = Optionals("num_kv_heads memory_config", overlap_qk_coregrid=True)
+
+
+@op("experimental.nlp_create_qkv_heads_decode", more=_LAID)
 def nlp_create_qkv_heads_decode(
-    input_tensor: Tensor,
-    *,
-    num_heads: int,
-    num_kv_heads: int | None = None,
-    output_tensors: Outputs = None,
-    overlap_qk_coregrid: bool = True,
-    batch_offset: Tensor | None = None,
-    slice_size: int | None = None,
-    memory_config: MemoryConfig | None = None,
+    input_tensor, *, num_heads, output_tensors=None, batch_offset: Tensor | None = None, slice_size=None, **how
 ) -> Three:
     """[1, 1, B, (q + k + v) * D] as [1, B, q, D], [1, B, k, D] and [1, B, v, D]; maybe of a slice of the users.
 
     Every user has a core, which holds its heads; keys are on the next ones unless they may overlap with queries.
     """
-    name = "experimental.nlp_create_qkv_heads_decode"
+    name, (num_kv_heads, memory_config, overlaps) = "experimental.nlp_create_qkv_heads_decode", _LAID(how)
     if (batch_offset is None) != (slice_size is None):
         raise OperandError(f"ttnn.{name}: batch_offset and slice_size are given together or not at all")
     users = input_tensor if batch_offset is None else _some_users(input_tensor, batch_offset, slice_size or 0)
@@ -260,7 +223,7 @@ def nlp_create_qkv_heads_decode(
         for number, (start, count, shape) in enumerate(zip(starts, counts, shapes, strict=True))
     ]
     for number, (made, count) in enumerate(zip(found, counts, strict=True)):
-        after = number == 1 and not overlap_qk_coregrid
+        after = number == 1 and not overlaps
         grid, batch = device.compute_with_storage_grid_size(), users.shape[2]
         made.memory_config = memory_config
         if (memory_config is None or memory_config.is_sharded()) and batch * (1 + after) <= grid.num_cores:
@@ -299,9 +262,7 @@ USERS = 32  # as many as decoding counts, there or not: the rows of a tile
 
 
 @op("experimental.nlp_concat_heads_decode")
-def nlp_concat_heads_decode(
-    input_tensor: Tensor, *, num_heads: int, sub_core_grids: CoreRangeSet | None = None
-) -> Made:
+def nlp_concat_heads_decode(input_tensor, *, num_heads, sub_core_grids=None) -> Made:
     """[1, B, heads, D] as [1, 1, 32, num_heads * D], with zeros for users that are not there.
 
     Heads beyond `num_heads` are padding and left out. Of a sharded tensor, a core gets a head of all users.
@@ -370,12 +331,7 @@ _concatenate("transformer.concatenate_heads", "[B, S, H * D]", False)
 
 @op("experimental.nlp_kv_cache_load_slice")
 def nlp_kv_cache_load_slice(
-    input_tensor: Tensor,
-    *,
-    seq_len_start: int,
-    seq_len_end: int,
-    memory_config: MemoryConfig | None = None,
-    output_tensor: Tensor | None = None,
+    input_tensor, *, seq_len_start, seq_len_end, memory_config=None, output_tensor=None
 ) -> Tensor:
     """Some positions of a cache [B, H, S, D]."""
     batch, heads, _, size = input_tensor.shape

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
@@ -12,14 +11,13 @@ from meshloom.ttnn.ops.block_moves import axis_of, fresh, inside, spread, take_r
 from meshloom.ttnn.ops.calling import Made, make, op, operands, result
 from meshloom.ttnn.ops.topologies import Rows, moves, rows, same, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout
-from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.tensor import Tensor
 
 # along a dim
 
 
 @op("gather")
-def gather(input: Tensor, dim: int, index: Tensor) -> Made:
+def gather(input, dim, index) -> Made:
     """Elements along a dim by number, as torch.gather."""
     _, blocks = operands("gather", input, index)
     axes, place = len(input.grid), _common("gather", input, dim, index)
@@ -49,7 +47,7 @@ _REDUCE = {"add": "sum", "sum": "sum", "multiply": "prod", "prod": "prod", "amax
 
 
 @op("scatter")
-def scatter(input: Tensor, dim: int, index: Tensor, src: Tensor, *, reduce: str | None = None) -> Made:
+def scatter(input, dim, index, src, *, reduce=None) -> Made:
     """Elements put along a dim by number, as torch.scatter; `reduce` is add, multiply, amax or amin."""
     if reduce is not None and reduce not in _REDUCE:
         raise ArgumentError(f"ttnn.scatter: reduce={reduce!r}", fix=f"one of {sorted(_REDUCE)}")
@@ -76,21 +74,19 @@ def _scatter_rows(tensor: Tensor, place: int) -> Rows:
 
 
 @op("scatter_add")
-def scatter_add(
-    input: Tensor, dim: int, index: Tensor, src: Tensor, *, memory_config: MemoryConfig | None = None
-) -> Tensor:
+def scatter_add(input, dim, index, src, *, memory_config=None) -> Tensor:
     """`scatter` that adds."""
     return scatter(input, dim, index, src, memory_config=memory_config, reduce="add")
 
 
 @op("tosa_gather")
-def tosa_gather(input: Tensor, index: Tensor, *, memory_config: MemoryConfig | None = None) -> Tensor:
+def tosa_gather(input, index, *, memory_config=None) -> Tensor:
     """Rows [N, W, C] of [N, K, C] by numbers [N, W]."""
     return gather(input, 1, _widen(index, input), memory_config=memory_config)
 
 
 @op("tosa_scatter")
-def tosa_scatter(input: Tensor, index: Tensor, src: Tensor, *, memory_config: MemoryConfig | None = None) -> Tensor:
+def tosa_scatter(input, index, src, *, memory_config=None) -> Tensor:
     """Rows [N, W, C] put into [N, K, C] by numbers [N, W]."""
     return scatter(input, 1, _widen(index, input), src, memory_config=memory_config)
 
@@ -105,7 +101,7 @@ def _widen(index: Tensor, like: Tensor) -> Tensor:
 
 
 @op("index_fill", "index_fill_new")
-def index_fill(input: Tensor, dim: int, index: Tensor, value: float) -> Made:
+def index_fill(input, dim, index, value) -> Made:
     """A value put at some numbers of a dim."""
     _, (block, numbers) = operands("index_fill", input, index)
     axes, place = len(input.grid), axis_of("index_fill", dim, len(input.shape))
@@ -118,7 +114,7 @@ def index_fill(input: Tensor, dim: int, index: Tensor, value: float) -> Made:
 
 
 @op("indexed_fill")
-def indexed_fill(batch_id: Tensor, input_tensor_a: Tensor, input_tensor_b: Tensor, *, dim: int = 0) -> Made:
+def indexed_fill(batch_id, input_tensor_a, input_tensor_b, *, dim=0) -> Made:
     """A tensor with the entries `batch_id` of a dim taken from the entries of another, in order."""
     blocks = operands("indexed_fill", input_tensor_a, batch_id, input_tensor_b)[1]
     axes, place = len(input_tensor_a.grid), axis_of("indexed_fill", dim, len(input_tensor_a.shape))
@@ -137,7 +133,7 @@ def indexed_fill(batch_id: Tensor, input_tensor_a: Tensor, input_tensor_b: Tenso
 
 
 @op("moreh_getitem")
-def moreh_getitem(input: Tensor, index_tensors: Sequence[Tensor], index_dims: Sequence[int]) -> Made:
+def moreh_getitem(input, index_tensors, index_dims) -> Made:
     """Elements by one vector of numbers for each of some dims next to each other; those become one dim."""
     blocks = operands("moreh_getitem", input, *index_tensors)[1]
     axes, rank = len(input.grid), len(input.shape)
@@ -161,7 +157,7 @@ def moreh_getitem(input: Tensor, index_tensors: Sequence[Tensor], index_dims: Se
 
 
 @op("nonzero")
-def nonzero(input_tensor: Tensor) -> list[Made]:
+def nonzero(input_tensor) -> list[Made]:
     """How many elements of [1, 1, 1, N] are not zero, and their numbers in front; the rest of the numbers are zero."""
     _, (block,) = operands("nonzero", input_tensor)
     axes, size = len(input_tensor.grid), math.prod(input_tensor.shape)
@@ -170,20 +166,12 @@ def nonzero(input_tensor: Tensor) -> list[Made]:
     count = hit.sum(-1, keepdim=True)
     numbers = torch.where(torch.arange(size) < count, order, torch.zeros((), dtype=order.dtype))
     label = topology_of((), input_tensor, shape=(1, 1, 1, size))
-    return [
-        Made(
-            values.reshape(*values.shape[:axes], 1, 1, 1, values.shape[-1]),
-            input_tensor,
-            label,
-            dtype=DataType.UINT32,
-            layout=Layout.ROW_MAJOR,
-        )
-        for values in (count, numbers)
-    ]
+    rows = [each.reshape(*each.shape[:axes], 1, 1, 1, each.shape[-1]) for each in (count, numbers)]
+    return [Made(each, input_tensor, label, DataType.UINT32, Layout.ROW_MAJOR) for each in rows]
 
 
 @op("experimental.isin")
-def isin(elements: Tensor, test_elements: Tensor, *, invert: bool = False) -> Made:
+def isin(elements, test_elements, *, invert=False) -> Made:
     """Whether every element is among some others."""
     _, (block, others) = operands("experimental.isin", elements, test_elements)
     axes = len(elements.grid)

@@ -8,26 +8,19 @@ from typing import Any
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.device.cores import CoreCoord, CoreRange, CoreRangeSet
 from meshloom.ttnn.ops.block_moves import fresh
-from meshloom.ttnn.ops.calling import Made, op, operands
+from meshloom.ttnn.ops.calling import Made, Optionals, op, operands
 from meshloom.ttnn.ops.movement import view_as
 from meshloom.ttnn.ops.slicing import pad, slice_, slice_write
 from meshloom.ttnn.ops.topologies import topology_of_reshape
 from meshloom.ttnn.tensor.formats import DataType, Layout, Tile
-from meshloom.ttnn.tensor.memory import (
-    DRAM_MEMORY_CONFIG,
-    BufferType,
-    MemoryConfig,
-    ShardOrientation,
-    ShardSpec,
-    TensorMemoryLayout,
-)
+from meshloom.ttnn.tensor.memory import DRAM_MEMORY_CONFIG, BufferType, MemoryConfig, ShardSpec
 from meshloom.ttnn.tensor.tensor import Tensor
 
 # tiles
 
 
 @op("tilize")
-def tilize(input_tensor: Tensor, *, tile: Tile | None = None) -> Made:
+def tilize(input_tensor, *, tile=None) -> Made:
     """In tiles; the last two dims have to be whole tiles."""
     height, width = (tile or Tile()).tile_shape
     sizes = (1, *input_tensor.shape)[-2:] if len(input_tensor.shape) else (1, 1)
@@ -41,20 +34,13 @@ def tilize(input_tensor: Tensor, *, tile: Tile | None = None) -> Made:
 
 
 @op("tilize_with_zero_padding")
-def tilize_with_zero_padding(input_tensor: Tensor) -> Made:
+def tilize_with_zero_padding(input_tensor) -> Made:
     """In tiles, filled up with zeros."""
     return _copy_in("tilize_with_zero_padding", input_tensor, layout=Layout.TILE)
 
 
 @op("tilize_with_val_padding")
-def tilize_with_val_padding(
-    input_tensor: Tensor,
-    output_tensor_shape: Sequence[int],
-    pad_value: float,
-    *,
-    memory_config: MemoryConfig | None = None,
-    dtype: DataType | None = None,
-) -> Tensor:
+def tilize_with_val_padding(input_tensor, output_tensor_shape, pad_value, *, memory_config=None, dtype=None) -> Tensor:
     """In tiles, filled up with a value to a shape that is whole tiles; the logical shape stays."""
     how = {"layout": Layout.TILE, "dtype": dtype, "memory_config": memory_config}
     made = _copy_in("tilize_with_val_padding", input_tensor, **how).tensor()
@@ -66,16 +52,14 @@ def tilize_with_val_padding(
 
 
 @op("untilize")
-def untilize(input_tensor: Tensor) -> Made:
+def untilize(input_tensor) -> Made:
     """In rows, without the padding of tiles; block floats become bfloat16."""
     dtype = DataType.BFLOAT16 if input_tensor.dtype.is_block_float else None
     return _copy_in("untilize", input_tensor, layout=Layout.ROW_MAJOR, dtype=dtype)
 
 
 @op("untilize_with_unpadding")
-def untilize_with_unpadding(
-    input_tensor: Tensor, output_tensor_end: Sequence[int], *, memory_config: MemoryConfig | None = None
-) -> Tensor:
+def untilize_with_unpadding(input_tensor, output_tensor_end, *, memory_config=None) -> Tensor:
     """In rows, cut after the element that is named last in every dim."""
     rows = untilize(input_tensor, memory_config=memory_config)
     ends = [min(last + 1, size) for last, size in zip(output_tensor_end, rows.shape, strict=True)]
@@ -83,9 +67,7 @@ def untilize_with_unpadding(
 
 
 @op("fill_implicit_tile_padding")
-def fill_implicit_tile_padding(
-    input_tensor: Tensor, fill_value: float, *, memory_config: MemoryConfig | None = None
-) -> Tensor:
+def fill_implicit_tile_padding(input_tensor, fill_value, *, memory_config=None) -> Tensor:
     """The same values; what tiles are filled up with is another value."""
     made = _copy_in("fill_implicit_tile_padding", input_tensor, memory_config=memory_config).tensor()
     made._pad = fill_value
@@ -101,31 +83,23 @@ def _copy_in(name: str, tensor: Tensor, **how: Any) -> Made:
 # cores
 
 
-@op("interleaved_to_sharded")
-def interleaved_to_sharded(
-    input_tensor: Tensor,
-    grid: Any = None,
-    shard_shape: Any = None,
-    shard_scheme: TensorMemoryLayout | None = None,
-    shard_orientation: ShardOrientation | None = None,
-    output_dtype: DataType | None = None,
-    *,
-    sharded_memory_config: MemoryConfig | None = None,
-    preallocated_output: Tensor | None = None,
-) -> Made:
+_SPREAD = Optionals("grid shard_shape shard_scheme shard_orientation")
+_TO = Optionals("output_dtype sharded_memory_config preallocated_output")
+
+
+@op("interleaved_to_sharded", more=(_SPREAD, _TO))
+def interleaved_to_sharded(input_tensor, **how) -> Made:
     """Spread over cores: by a memory config, or by cores, the shape of a shard, a scheme and an orientation."""
+    (grid, shape, scheme, orientation), (dtype, config, output) = _SPREAD(how), _TO(how)
     if isinstance(grid, MemoryConfig):  # the form with a memory config, and maybe a dtype after it
-        sharded_memory_config, output_dtype = grid, shard_shape or output_dtype
-    config = sharded_memory_config
+        config, dtype = grid, shape or dtype
     if config is None:
-        if shard_scheme is None or shard_orientation is None:
+        if scheme is None or orientation is None:
             raise ArgumentError("ttnn.interleaved_to_sharded: a memory config, or grid, shape, scheme and orientation")
-        config = MemoryConfig(shard_scheme, BufferType.L1, ShardSpec(_cores(grid), shard_shape, shard_orientation))
+        config = MemoryConfig(scheme, BufferType.L1, ShardSpec(_cores(grid), shape, orientation))
     if not config.is_sharded():
         raise OperandError(f"ttnn.interleaved_to_sharded: {config} is not sharded", fix="a sharded memory config")
-    return _copy_in(
-        "interleaved_to_sharded", input_tensor, dtype=output_dtype, memory_config=config, output=preallocated_output
-    )
+    return _copy_in("interleaved_to_sharded", input_tensor, dtype=dtype, memory_config=config, output=output)
 
 
 def _cores(grid: CoreCoord | CoreRangeSet) -> CoreRangeSet:
@@ -135,7 +109,7 @@ def _cores(grid: CoreCoord | CoreRangeSet) -> CoreRangeSet:
 
 
 @op("sharded_to_interleaved")
-def sharded_to_interleaved(input_tensor: Tensor, memory_config: MemoryConfig | None = None) -> Made:
+def sharded_to_interleaved(input_tensor, memory_config=None) -> Made:
     """Spread over banks page by page, in DRAM unless said otherwise."""
     config = memory_config or DRAM_MEMORY_CONFIG
     if config.is_sharded():
@@ -144,22 +118,22 @@ def sharded_to_interleaved(input_tensor: Tensor, memory_config: MemoryConfig | N
 
 
 @op("reshard")
-def reshard(input_tensor: Tensor, output_memory_config: MemoryConfig) -> Made:
+def reshard(input_tensor, output_memory_config) -> Made:
     """Spread over cores in another way."""
     return _copy_in("reshard", input_tensor, memory_config=output_memory_config)
 
 
 @op("interleaved_to_sharded_partial")
 def interleaved_to_sharded_partial(
-    input_tensor: Tensor,
+    input_tensor,
     grid: object,
     shard_shape: Sequence[int],
-    num_slices: int,
-    slice_index: int,
-    shard_scheme: TensorMemoryLayout,
-    shard_orientation: ShardOrientation,
+    num_slices,
+    slice_index,
+    shard_scheme,
+    shard_orientation,
     *,
-    output_dtype: DataType | None = None,
+    output_dtype=None,
 ) -> Tensor:
     """One of so many equal slices of the rows, spread over cores; shape [1, 1, rows / slices, width]."""
     starts, ends = _slice_of_rows(input_tensor, num_slices, slice_index)
@@ -168,9 +142,7 @@ def interleaved_to_sharded_partial(
 
 
 @op("sharded_to_interleaved_partial")
-def sharded_to_interleaved_partial(
-    input_tensor: Tensor, cache_tensor: Tensor, num_slices: int, slice_index: int
-) -> Tensor:
+def sharded_to_interleaved_partial(input_tensor, cache_tensor: Tensor, num_slices, slice_index) -> Tensor:
     """Write one of so many equal slices of the rows of a tensor, in place."""
     starts, ends = _slice_of_rows(cache_tensor, num_slices, slice_index)
     rows = _as_rows(cache_tensor)

@@ -7,15 +7,14 @@ are folded into the rows or columns of one large product (`multiply_blocks`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ops.rule import Rule
-from meshloom.ttnn.ops.activations import Activation, activator
+from meshloom.ttnn.ops.activations import activator
 from meshloom.ttnn.ops.calling import Made, compute, make, op, operands, result, shared_coords
 from meshloom.ttnn.ops.elementwise import fine
 from meshloom.ttnn.ops.topologies import LINEAR, contraction, einsum, rows, topology_of, without_terms
@@ -132,17 +131,7 @@ def _with_vector(x: Block, y: Block, a_rank: int, b_rank: int, axes: int) -> Blo
     return multiply_blocks(aligned(x.unsqueeze(-2), axes, b_rank), y).squeeze(-2)
 
 
-def multiply(
-    name: str,
-    a: Tensor,
-    b: Tensor,
-    *,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    bias: Tensor | None = None,
-    activation: Activation | None = None,
-    kind: DataType | None = None,
-) -> Made:
+def multiply(name: str, a, b, *, transpose_a=False, transpose_b=False, bias=None, activation=None, kind=None) -> Made:
     """A product of matrices, plus a bias, then an activation."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         raise ArgumentError(f"ttnn.{name} multiplies two tensors, not {type(a).__name__} and {type(b).__name__}")
@@ -176,13 +165,13 @@ def _rule(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Rule:
 
 
 @op("matmul", more=multiply)
-def matmul(input_tensor_a: Tensor, input_tensor_b: Tensor, **how: Any) -> Made:
+def matmul(input_tensor_a, input_tensor_b, **how) -> Made:
     """The product of every device's matrices; leading dims are a batch."""
     return multiply("matmul", input_tensor_a, input_tensor_b, **how)
 
 
 @op("linear", more=multiply)
-def linear(input_tensor_a: Tensor, input_tensor_b: Tensor, *, in0_column_offset: int | None = None, **how: Any) -> Made:
+def linear(input_tensor_a, input_tensor_b, *, in0_column_offset=None, **how) -> Made:
     """The product of every device's matrices, plus a bias, then an activation.
 
     `in0_column_offset` takes the columns of the first operand from there on, as many as the second has rows.
@@ -196,15 +185,13 @@ def linear(input_tensor_a: Tensor, input_tensor_b: Tensor, *, in0_column_offset:
 
 
 @op("matmul_batched_weights", more=multiply)
-def matmul_batched_weights(input_tensor_a: Tensor, input_tensors_b: Sequence[Tensor], **how: Any) -> list[Made]:
+def matmul_batched_weights(input_tensor_a, input_tensors_b, **how) -> list[Made]:
     """The product of one tensor with each of several."""
     return [multiply("matmul_batched_weights", input_tensor_a, each, **how) for each in input_tensors_b]
 
 
 @op("addmm")
-def addmm(
-    input_tensor: Tensor, mat1_tensor: Tensor, mat2_tensor: Tensor, *, alpha: float = 1.0, beta: float = 1.0
-) -> Made:
+def addmm(input_tensor, mat1_tensor, mat2_tensor, *, alpha=1.0, beta: float = 1.0) -> Made:
     """beta * input + alpha * (mat1 @ mat2)."""
     exact = DataType.FLOAT32
     operands("addmm", input_tensor, mat1_tensor, mat2_tensor)
@@ -219,7 +206,7 @@ def addmm(
 
 
 @op("outer")
-def outer(input_tensor_a: Tensor, input_tensor_b: Tensor) -> Made:
+def outer(input_tensor_a, input_tensor_b) -> Made:
     """The product of every element of one with every element of the other: [..., m, 1] and [..., 1, n].
 
     Of fewer than four dims, only the last ones are multiplied: [b, m] and [b, n] are [b, m, n].
@@ -261,17 +248,14 @@ def _long(tensor: Tensor) -> list[int]:
     return long if len(long) == 1 else []
 
 
-@op("sparse_matmul")
+def _check_covered(*, indices=None, bias=None) -> None:
+    if bias is not None or indices is not None:
+        raise ArgumentError("ttnn.sparse_matmul: bias= and indices= are not covered", fix="ttnn.add after the product")
+
+
+@op("sparse_matmul", more=_check_covered)
 def sparse_matmul(
-    input_tensor_a: Tensor,
-    input_tensor_b: Tensor,
-    *,
-    sparsity: Tensor,
-    is_input_a_sparse: bool = False,
-    is_input_b_sparse: bool = True,
-    indices: Tensor | None = None,
-    bias: Tensor | None = None,
-    kind: DataType | None = None,
+    input_tensor_a, input_tensor_b, *, sparsity, is_input_a_sparse=False, is_input_b_sparse=True, kind=None, **uncovered
 ) -> Made:
     """Products with several matrices of which `sparsity` leaves some out: theirs are zero.
 
@@ -279,8 +263,7 @@ def sparse_matmul(
     [A, B, 1, E, M, N]. With the first sparse too, a of [A, E, M, K] and sparsity of [1, 1, A, E] give [A, E, M, N].
     """
     name = "sparse_matmul"
-    if bias is not None or indices is not None:
-        raise ArgumentError(f"ttnn.{name}: bias= and indices= are not covered", fix="ttnn.add after the product")
+    _check_covered(**uncovered)
     _, (x, y, kept) = operands(name, input_tensor_a, input_tensor_b, sparsity)
     kind = kind or input_tensor_a.dtype
     axes, a_shape, b_shape = len(input_tensor_a.grid), input_tensor_a.shape, input_tensor_b.shape

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.ops import calling
-from meshloom.ttnn.ops.activations import Activation
 from meshloom.ttnn.ops.block_moves import spread
-from meshloom.ttnn.ops.calling import Made, make, op, operands, shared_coords
+from meshloom.ttnn.ops.calling import KEPT, Made, make, op, operands, shared_coords
 from meshloom.ttnn.ops.elementwise import binary
 from meshloom.ttnn.ops.matmul import linear, multiply
 from meshloom.ttnn.ops.movement import transpose
 from meshloom.ttnn.ops.slicing import chunk, concat, slice_
 from meshloom.ttnn.ops.topologies import rows, topology_of
 from meshloom.ttnn.tensor.formats import TILE_SIZE, DataType, Layout
-from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 
@@ -28,14 +25,7 @@ from meshloom.ttnn.tensor.tensor import Tensor
 
 @op("sampling")
 def sampling(
-    input_values_tensor: Tensor,
-    input_indices_tensor: Tensor,
-    k: Tensor,
-    p: Tensor,
-    temp: Tensor,
-    *,
-    seed: int | None = None,
-    output_tensor: Tensor | None = None,
+    input_values_tensor, input_indices_tensor, k: Tensor, p: Tensor, temp, *, seed=None, output_tensor=None
 ) -> Made:
     """One token of every user, [1, 1, 1, B], drawn from the best `k` of [1, 1, B, n] that make up probability `p`.
 
@@ -59,15 +49,10 @@ def sampling(
     beside = itertools.product(["R", *(f"S({dim})" for dim in range(4))], repeat=3)
     cuts = (f"S({at_users}), S({at_users}), {', '.join(each)} -> S(3)" for each in beside)
     label = topology_of(rows(*cuts, exact=True), *tensors, shape=(1, 1, 1, users))
-    return Made(
-        chosen.reshape(*chosen.shape[:axes], 1, 1, 1, users),
-        input_values_tensor,
-        label,
-        dtype=output_tensor.dtype if output_tensor is not None else DataType.UINT32,
-        layout=Layout.ROW_MAJOR,
-        output=output_tensor,
-        coords=shared_coords(*tensors),
-    )
+    flat = chosen.reshape(*chosen.shape[:axes], 1, 1, 1, users)
+    kind = output_tensor.dtype if output_tensor is not None else DataType.UINT32
+    made = Made(flat, input_values_tensor, label, kind, Layout.ROW_MAJOR, coords=shared_coords(*tensors))
+    return made.into(output_tensor)
 
 
 def _draw(logits: Block, limit: Block, share: Block, luck: Block) -> Block:
@@ -90,22 +75,19 @@ def _draw(logits: Block, limit: Block, share: Block, luck: Block) -> Block:
 # products
 
 
-@op("experimental.minimal_matmul")
+@op("experimental.minimal_matmul", more=KEPT)
 def minimal_matmul(
     input_tensor: Tensor | Sequence[Tensor],
-    weight_tensor: Tensor,
+    weight_tensor,
     *,
-    bias_tensor: Tensor | None = None,
-    fused_activation: Activation | None = None,
-    memory_config: MemoryConfig | None = None,
-    dtype: DataType | None = None,
-    fuse_swiglu: bool = False,
+    bias_tensor=None,
+    fused_activation=None,
+    fuse_swiglu=False,
+    **how,
 ) -> Tensor:
     """`linear`; several operands are one, side by side. With `fuse_swiglu`, silu(first half) * second half of it."""
     given = input_tensor if isinstance(input_tensor, Tensor) else concat(input_tensor, dim=-1)
-    made = linear(
-        given, weight_tensor, bias=bias_tensor, activation=fused_activation, memory_config=memory_config, dtype=dtype
-    )
+    made = linear(given, weight_tensor, bias=bias_tensor, activation=fused_activation, **how)
     if not fuse_swiglu:
         return made
     gate, up = chunk(made, 2, -1)
@@ -113,10 +95,8 @@ def minimal_matmul(
     return gated
 
 
-@op("experimental.minimal_matmul_split", more=minimal_matmul)
-def minimal_matmul_split(
-    input_tensor: Tensor, weight_tensor: Tensor, *, chunks: int = 3, dim: int = -1, **how: Any
-) -> list[Tensor]:
+@op("experimental.minimal_matmul_split", more=(minimal_matmul, KEPT))
+def minimal_matmul_split(input_tensor, weight_tensor, *, chunks=3, dim=-1, **how) -> list[Tensor]:
     """`minimal_matmul` in equal pieces of its width."""
     made = minimal_matmul(input_tensor, weight_tensor, **how)
     if dim not in (-1, len(made.shape) - 1) or made.shape[-1] % chunks:
@@ -125,21 +105,19 @@ def minimal_matmul_split(
 
 
 @op("experimental.attn_matmul")
-def attn_matmul(input_tensor_a: Tensor, input_tensor_b: Tensor) -> Made:
+def attn_matmul(input_tensor_a, input_tensor_b) -> Made:
     """Queries [1, H, B, K] times caches [B, 1, K, N] of every user: [1, H, B, N]."""
     return _by_user("experimental.attn_matmul", input_tensor_a, input_tensor_b)
 
 
 @op("experimental.group_attn_matmul")
-def group_attn_matmul(input_tensor_a: Tensor, input_tensor_b: Tensor) -> Made:
+def group_attn_matmul(input_tensor_a, input_tensor_b) -> Made:
     """Queries [1, H, B, K] times caches [B, G, K, N] whose heads serve groups of query heads: [1, H, B, N]."""
     return _by_user("experimental.group_attn_matmul", input_tensor_a, input_tensor_b)
 
 
 @op("experimental.attn_matmul_from_cache")
-def attn_matmul_from_cache(
-    input_tensor_a: Tensor, input_tensor_b: Tensor, *, num_tokens: int, transpose_hw: bool
-) -> Made:
+def attn_matmul_from_cache(input_tensor_a, input_tensor_b, *, num_tokens, transpose_hw) -> Made:
     """`attn_matmul` with the first tokens of caches [B, 1, S, D], whole tiles of them; scores if `transpose_hw`.
 
     Queries [1, H, B, D] give scores [1, H, B, tokens]; weights [1, H, B, tokens] give values [1, H, B, D].
@@ -154,19 +132,13 @@ def attn_matmul_from_cache(
 
 
 @op("experimental.matmul_decode", more=multiply)
-def matmul_decode(
-    input_tensor_a: Tensor,
-    input_tensor_b: Tensor,
-    *,
-    partial_width_sharded: bool = False,
-    **how: Any,
-) -> Made:
+def matmul_decode(input_tensor_a, input_tensor_b, *, partial_width_sharded=False, **how) -> Made:
     """`matmul`; how the second operand lies on the cores changes nothing."""
     return multiply("experimental.matmul_decode", input_tensor_a, input_tensor_b, **how)
 
 
 @op("clamped_silu_glu")
-def clamped_silu_glu(gate: Tensor, up: Tensor, limit: float) -> Made:
+def clamped_silu_glu(gate, up, limit) -> Made:
     """silu(gate, at most `limit`) * (up, from -limit to limit)."""
 
     def gated(x: Block, y: Block) -> Block:

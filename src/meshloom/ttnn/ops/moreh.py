@@ -6,18 +6,26 @@ They keep dims and take outputs as TTNN's do; what they compute is what the plai
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.ops.calling import REQUIRED, Made, make, op, operands, register, shared_coords, with_arguments
+from meshloom.ttnn.ops.calling import (
+    REQUIRED,
+    Made,
+    Optionals,
+    make,
+    op,
+    operands,
+    register,
+    shared_coords,
+    with_arguments,
+)
 from meshloom.ttnn.ops.elementwise import binary
-from meshloom.ttnn.ops.gradients import Gradients, broadcast_dims, gradients, summed_topology
+from meshloom.ttnn.ops.gradients import Gradients, Rooms, broadcast_dims, gradients, summed_topology
 from meshloom.ttnn.ops.matmul import matmul, multiply
 from meshloom.ttnn.ops.reductions import Dims, dims_of, exact, reduce, run
 from meshloom.ttnn.ops.topologies import EACH, LINEAR, einsum, moves, topology_of
-from meshloom.ttnn.tensor.formats import DataType
 from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.padding import fill_padding
 from meshloom.ttnn.tensor.parts import Block
@@ -34,13 +42,13 @@ def _check_alike(name: str, tensors: Sequence[Tensor]) -> None:
 
 
 @op("moreh_sum")
-def moreh_sum(input: Tensor, dim: Dims = None, *, keepdim: bool = False) -> Made:
+def moreh_sum(input, dim: Dims = None, *, keepdim=False) -> Made:
     """The sum over dims, or all."""
     return reduce("moreh_sum", torch.sum, "sum", input, dim, keepdim)
 
 
 @op("moreh_mean")
-def moreh_mean(input: Tensor, *, dim: Dims = None, keepdim: bool = False, divisor: int | None = None) -> Made:
+def moreh_mean(input, *, dim: Dims = None, keepdim=False, divisor=None) -> Made:
     """The sum over dims, or all, by its count or by `divisor`."""
 
     def mean(x: Block, dims: list[int], keep: bool) -> Block:
@@ -50,13 +58,13 @@ def moreh_mean(input: Tensor, *, dim: Dims = None, keepdim: bool = False, diviso
 
 
 @op("moreh_norm")
-def moreh_norm(input: Tensor, p: float, *, dim: Dims = None, keepdim: bool = False) -> Made:
+def moreh_norm(input, p, *, dim: Dims = None, keepdim=False) -> Made:
     """The p-norm over dims, or all."""
     return reduce("moreh_norm", lambda x, *how: torch.linalg.vector_norm(x, p, *how), "var", input, dim, keepdim)
 
 
 @op("moreh_abs_pow")
-def moreh_abs_pow(input: Tensor, p: float, *, kind: DataType | None = None) -> Made:
+def moreh_abs_pow(input, p, *, kind=None) -> Made:
     """|x| ** p."""
     return binary("moreh_abs_pow", lambda x, y: x.abs() ** y, input, p, kind=kind)
 
@@ -77,14 +85,7 @@ def _spread(
 
 
 @op("moreh_sum_backward")
-def moreh_sum_backward(
-    output_grad: Tensor,
-    *,
-    input: Tensor | None = None,
-    dim: Dims = None,
-    keepdim: bool = False,
-    input_grad: Tensor | None = None,
-) -> Made:
+def moreh_sum_backward(output_grad, *, input=None, dim: Dims = None, keepdim=False, input_grad=None) -> Made:
     """The gradient of a sum: that of its result, for every summand."""
     like = input if input is not None else input_grad
     if like is None:
@@ -94,12 +95,7 @@ def moreh_sum_backward(
 
 @op("moreh_mean_backward")
 def moreh_mean_backward(
-    output_grad: Tensor,
-    *,
-    dim: Dims = None,
-    keepdim: bool = False,
-    input_grad_shape: Sequence[int] | None = None,
-    input_grad: Tensor | None = None,
+    output_grad, *, dim: Dims = None, keepdim=False, input_grad_shape=None, input_grad=None
 ) -> Made:
     """The gradient of a mean: that of its result by the count, for every element."""
     shape = input_grad_shape if input_grad_shape is not None else input_grad.shape if input_grad is not None else None
@@ -121,7 +117,7 @@ def _soft(kind: str) -> None:
     forward, backward = _SOFT[kind]
     name = f"moreh_{kind}"
 
-    def call(input_tensor: Tensor, dim: int) -> Made:
+    def call(input_tensor, dim) -> Made:
         identity = "min" if kind == "softmin" else "max"
         return run(name, lambda x, at: forward(x.float(), at), input_tensor, dim, identity=identity)
 
@@ -147,13 +143,13 @@ for _kind in _SOFT:
 
 
 @op("moreh_cumsum")
-def moreh_cumsum(input: Tensor, dim: int) -> Made:
+def moreh_cumsum(input, dim) -> Made:
     """The sum of all elements up to each one."""
     return run("moreh_cumsum", torch.cumsum, input, dim, rule=LINEAR)
 
 
 @op("moreh_cumsum_backward")
-def moreh_cumsum_backward(output_grad: Tensor, dim: int) -> Made:
+def moreh_cumsum_backward(output_grad, dim) -> Made:
     """The gradient of a running sum: the sum of all gradients from each one on."""
     return run("moreh_cumsum_backward", torch.cumsum, output_grad, dim, True, LINEAR)
 
@@ -166,7 +162,7 @@ def _dot(x: Block, y: Block) -> Block:
 
 
 @op("moreh_dot")
-def moreh_dot(input_tensor_a: Tensor, input_tensor_b: Tensor) -> Made:
+def moreh_dot(input_tensor_a, input_tensor_b) -> Made:
     """The inner product of two rows [1, 1, 1, n], as [1, 1, 1, 1]."""
     _, (x, y) = operands("moreh_dot", input_tensor_a, input_tensor_b)
     both = (input_tensor_a, input_tensor_b)
@@ -177,14 +173,7 @@ def moreh_dot(input_tensor_a: Tensor, input_tensor_b: Tensor) -> Made:
 
 
 @op("moreh_dot_backward")
-def moreh_dot_backward(
-    output_grad: Tensor,
-    input: Tensor,
-    other: Tensor,
-    *,
-    input_grad: Tensor | None = None,
-    other_grad: Tensor | None = None,
-) -> list[Made]:
+def moreh_dot_backward(output_grad, input, other, *, input_grad=None, other_grad=None) -> list[Made]:
     """The gradients of an inner product: each row times the gradient of the other's."""
     return [
         binary("moreh_dot_backward", torch.mul, row, output_grad, "mul", output=room)
@@ -193,43 +182,35 @@ def moreh_dot_backward(
 
 
 @op("moreh_bmm", more=multiply)
-def moreh_bmm(input: Tensor, mat2: Tensor, **how: Any) -> Made:
+def moreh_bmm(input, mat2, **how) -> Made:
     """The products of two batches of matrices."""
     return multiply("matmul", input, mat2, **how)
 
 
 @op("moreh_matmul", more=multiply, spelled={"transpose_input": "transpose_a", "transpose_other": "transpose_b"})
-def moreh_matmul(input: Tensor, other: Tensor, **how: Any) -> Made:
+def moreh_matmul(input, other, **how) -> Made:
     """The product of every device's matrices, plus a bias."""
     return multiply("linear", input, other, **how)
 
 
 @op("moreh_linear", more=multiply)
-def moreh_linear(input: Tensor, weight: Tensor, **how: Any) -> Made:
+def moreh_linear(input, weight, **how) -> Made:
     """x @ weight.T + bias, with a weight of [out, in]."""
     return multiply("linear", input, weight, transpose_b=True, **how)
 
 
-@op("moreh_bmm_backward")
-def moreh_bmm_backward(
-    output_grad: Tensor,
-    input: Tensor,
-    mat2: Tensor,
-    *,
-    are_required_outputs: Sequence[bool] = (True, True),
-    input_grad: Tensor | None = None,
-    mat2_grad: Tensor | None = None,
-    input_grad_memory_config: MemoryConfig | None = None,
-    mat2_grad_memory_config: MemoryConfig | None = None,
-) -> list[Tensor | None]:
+_BMM = Rooms("input_grad mat2_grad", (True, True))
+
+
+@op("moreh_bmm_backward", more=_BMM)
+def moreh_bmm_backward(output_grad, input, mat2, **rooms) -> list[Tensor | None]:
     """grad @ mat2.T and input.T @ grad."""
-    how: list[dict[str, Any]] = [
-        {"memory_config": input_grad_memory_config, "optional_output_tensor": input_grad},
-        {"memory_config": mat2_grad_memory_config, "optional_output_tensor": mat2_grad},
-    ]
-    first = matmul(output_grad, mat2, transpose_b=True, **how[0])
-    second = matmul(input, output_grad, transpose_a=True, **how[1])
-    return [made if wanted else None for made, wanted in zip((first, second), are_required_outputs, strict=True)]
+    first, second = _BMM.ask(rooms)
+    made = (
+        matmul(output_grad, mat2, transpose_b=True, **first),
+        matmul(input, output_grad, transpose_a=True, **second),
+    )
+    return [each if wanted else None for each, wanted in zip(made, _BMM.wanted(rooms), strict=True)]
 
 
 # steps of optimizers
@@ -258,38 +239,23 @@ _STATE = "param_out exp_avg_out exp_avg_sq_out max_exp_avg_sq_out"
 
 
 def _adam(name: str, decoupled: bool) -> None:
-    def call(
-        param_in: Tensor,
-        grad: Tensor,
-        exp_avg_in: Tensor,
-        exp_avg_sq_in: Tensor,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        step: int,
-        amsgrad: bool,
-        max_exp_avg_sq_in: Tensor | None,
-        *outputs: Tensor | None,
-    ) -> Gradients:
+    def call(param, grad, m_in, v_in, lr, beta1, beta2, eps, decay, step, amsgrad, top_in, *outputs) -> Gradients:
         def advance(p: Block, g: Block, m: Block, v: Block, top: Block | None) -> Sequence[Block | None]:
             if decoupled:
-                p = p * (1 - lr * weight_decay)
+                p = p * (1 - lr * decay)
             else:
-                g = g + weight_decay * p
+                g = g + decay * p
             m = beta1 * m + (1 - beta1) * g
             v = beta2 * v + (1 - beta2) * g * g
             top = torch.maximum(top, v) if amsgrad and top is not None else None
             spread = ((v if top is None else top) / (1 - beta2**step)).sqrt() + eps
             return p - lr * (m / (1 - beta1**step)) / spread, m, v, top
 
-        if amsgrad and max_exp_avg_sq_in is None:
+        if amsgrad and top_in is None:
             raise ArgumentError(f"ttnn.{name}: amsgrad needs max_exp_avg_sq_in")
         if step < 1:
             raise ArgumentError(f"ttnn.{name}: step={step}", fix="steps are counted from 1")
-        tensors = (param_in, grad, exp_avg_in, exp_avg_sq_in, max_exp_avg_sq_in if amsgrad else None)
-        return _update(name, advance, tensors, outputs)
+        return _update(name, advance, (param, grad, m_in, v_in, top_in if amsgrad else None), outputs)
 
     takes = dict.fromkeys("param_in grad exp_avg_in exp_avg_sq_in".split(), REQUIRED)
     numbers = {"lr": 0.001, "beta1": 0.9, "beta2": 0.999, "eps": 1e-08, "weight_decay": 0.01 if decoupled else 0.0}
@@ -302,24 +268,9 @@ _adam("moreh_adam", decoupled=False)
 _adam("moreh_adamw", decoupled=True)
 
 
-@op("moreh_sgd")
-def moreh_sgd(
-    param_in: Tensor,
-    grad: Tensor,
-    momentum_buffer_in: Tensor | None = None,
-    param_out: Tensor | None = None,
-    momentum_buffer_out: Tensor | None = None,
-    lr: float = 0.001,
-    momentum: float = 0,
-    dampening: float = 0,
-    weight_decay: float = 0,
-    nesterov: bool = False,
-    *,
-    momentum_initialized: bool,
-    param_out_memory_config: MemoryConfig | None = None,
-) -> Gradients:
-    """One step of stochastic gradient descent: the parameter and its momentum."""
-
+def _descend(
+    *, lr=0.001, momentum=0, dampening=0, weight_decay=0, nesterov=False, momentum_initialized
+) -> Callable[..., Sequence[Block | None]]:
     def advance(p: Block, g: Block, moving: Block | None) -> Sequence[Block | None]:
         g = g + weight_decay * p
         if momentum == 0:
@@ -327,30 +278,29 @@ def moreh_sgd(
         kept = momentum * moving + (1 - dampening) * g if momentum_initialized and moving is not None else g
         return p - lr * (g + momentum * kept if nesterov else kept), kept
 
-    tensors = (param_in, grad, momentum_buffer_in)
-    return _update("moreh_sgd", advance, tensors, (param_out, momentum_buffer_out), param_out_memory_config)
+    return advance
 
 
-@op("moreh_matmul_backward")
-def moreh_matmul_backward(
-    output_grad: Tensor,
-    input_a: Tensor,
-    input_b: Tensor,
-    *,
-    are_required_outputs: Sequence[bool] = (True, True),
-    input_a_grad: Tensor | None = None,
-    input_b_grad: Tensor | None = None,
-) -> Gradients:
+_STEPPED = Optionals("param_out momentum_buffer_out param_out_memory_config")
+
+
+@op("moreh_sgd", more=(_descend, _STEPPED))
+def moreh_sgd(param_in, grad, momentum_buffer_in=None, **how) -> Gradients:
+    """One step of stochastic gradient descent: the parameter and its momentum."""
+    *outputs, memory = _STEPPED(how)
+    return _update("moreh_sgd", _descend(**how), (param_in, grad, momentum_buffer_in), outputs, memory)
+
+
+_MATMUL = Rooms("input_a_grad input_b_grad", (True, True))
+
+
+@op("moreh_matmul_backward", more=_MATMUL)
+def moreh_matmul_backward(output_grad, input_a, input_b, **rooms) -> Gradients:
     """The gradients of a product of matrices; batches that were broadcast are summed over."""
-    found: Gradients = []
-    operand_pairs = ((output_grad, input_b, False, True), (input_a, output_grad, True, False))
-    rooms = (input_a_grad, input_b_grad)
-    for wanted, (x, y, turn_x, turn_y), like, room in zip(
-        are_required_outputs, operand_pairs, (input_a, input_b), rooms, strict=True
-    ):
-        whole = matmul(x, y, transpose_a=turn_x, transpose_b=turn_y) if wanted else None
-        found.append(None if whole is None else sum_to(whole, like).into(room))
-    return found
+    wanted = _MATMUL.wanted(rooms)
+    first = sum_to(matmul(output_grad, input_b, transpose_b=True), input_a) if wanted[0] else None
+    second = sum_to(matmul(input_a, output_grad, transpose_a=True), input_b) if wanted[1] else None
+    return _MATMUL.fill([first, second], rooms)
 
 
 def sum_to(whole: Tensor, like: Tensor) -> Made:
@@ -363,9 +313,7 @@ def sum_to(whole: Tensor, like: Tensor) -> Made:
 
 
 @op("moreh_norm_backward")
-def moreh_norm_backward(
-    input: Tensor, output: Tensor, output_grad: Tensor, p: float, *, dim: Dims = None, keepdim: bool = False
-) -> Made:
+def moreh_norm_backward(input, output, output_grad, p, *, dim: Dims = None, keepdim=False) -> Made:
     """The gradient of a p-norm."""
     dims = dims_of("moreh_norm_backward", input, dim)
 

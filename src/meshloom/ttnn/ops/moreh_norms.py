@@ -14,13 +14,12 @@ from torch.nn import functional as F
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.ops.block_moves import spread
-from meshloom.ttnn.ops.calling import Made, make, op, operands, result, shared_coords
-from meshloom.ttnn.ops.gradients import Gradients
+from meshloom.ttnn.ops.calling import Made, Optionals, make, op, operands, result, shared_coords
+from meshloom.ttnn.ops.gradients import Gradients, Rooms
 from meshloom.ttnn.ops.matmul import matmul
 from meshloom.ttnn.ops.moreh import sum_to
 from meshloom.ttnn.ops.topologies import moves, rows, same, topology_of
 from meshloom.ttnn.tensor.formats import DataType
-from meshloom.ttnn.tensor.memory import MemoryConfig
 from meshloom.ttnn.tensor.padding import fill_padding, mean_of, real_places
 from meshloom.ttnn.tensor.parts import Block, aligned
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -32,15 +31,7 @@ Places = tuple[int | None, ...]
 
 @op("moreh_layer_norm")
 def moreh_layer_norm(
-    input: Tensor,
-    normalized_dims: int,
-    eps: float = 1e-05,
-    gamma: Tensor | None = None,
-    beta: Tensor | None = None,
-    *,
-    output: Tensor | None = None,
-    mean: Tensor | None = None,
-    rstd: Tensor | None = None,
+    input, normalized_dims, eps=1e-05, gamma=None, beta=None, *, output=None, mean=None, rstd=None
 ) -> Gradients:
     """The norm over the last `normalized_dims` dims, its mean and one over its deviation."""
     name, given = "moreh_layer_norm", [each for each in (gamma, beta) if each is not None]
@@ -74,16 +65,7 @@ def _affine(x: Block, gamma: Tensor | None, beta: Tensor | None, axes: int) -> B
 
 @op("moreh_layer_norm_backward")
 def moreh_layer_norm_backward(
-    output_grad: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    normalized_dims: int,
-    *,
-    gamma: Tensor | None = None,
-    input_grad: Tensor | None = None,
-    gamma_grad: Tensor | None = None,
-    beta_grad: Tensor | None = None,
+    output_grad, input, mean, rstd, normalized_dims, *, gamma=None, input_grad=None, gamma_grad=None, beta_grad=None
 ) -> Gradients:
     """The gradient of the input of a layer norm, and those of weight and bias where room is given for them."""
     name, given = "moreh_layer_norm_backward", [] if gamma is None else [gamma]
@@ -116,22 +98,11 @@ def _sum_batch(values: Block, cuts: Sequence[str], tensors: Sequence[Tensor], ro
     return Made(found, room, label, output=room, coords=shared_coords(*tensors))
 
 
-@op("moreh_group_norm")
-def moreh_group_norm(
-    input: Tensor,
-    num_groups: int,
-    eps: float = 1e-05,
-    gamma: Tensor | None = None,
-    beta: Tensor | None = None,
-    *,
-    are_required_outputs: Sequence[bool] = (True, False, False),
-    output: Tensor | None = None,
-    mean: Tensor | None = None,
-    rstd: Tensor | None = None,
-    memory_config: MemoryConfig | None = None,
-    mean_memory_config: MemoryConfig | None = None,
-    rstd_memory_config: MemoryConfig | None = None,
-) -> Gradients:
+_GROUP = Rooms("output mean rstd", (True, False, False), "memory_config", room_asks=True)
+
+
+@op("moreh_group_norm", more=_GROUP)
+def moreh_group_norm(input, num_groups, eps=1e-05, gamma=None, beta=None, **rooms) -> Gradients:
     """The norm of groups of channels of [N, C, H, W]; mean and one over the deviation are [1, 1, N, groups]."""
     name, given = "moreh_group_norm", [each for each in (gamma, beta) if each is not None]
     _, (block, *_) = operands(name, input, *given)
@@ -142,23 +113,12 @@ def moreh_group_norm(
     found = _by_channel((x - average) * scale, gamma, beta, axes)
     channels = [_channel_places(each) for each in given]
     wide = moves(same(input), *channels, linear=False)
-    made: Gradients = [make(found, wide, input, *given).into(output)]
-    made[0].memory_config = memory_config  # type: ignore[union-attr]
-    rooms = ((average, mean, mean_memory_config), (scale, rstd, rstd_memory_config))
-    for values, room, memory in rooms:
+    made = [make(found, wide, input, *given)]
+    for values in (average, scale):
         kept = values.unflatten(axes + 1, (num_groups, -1))[..., 0, :, :]
         kept = kept.reshape(*kept.shape[:axes], 1, 1, input.shape[0], num_groups)
-        each = make(kept, moves((2, 3, None, None), linear=False), input).into(room)
-        each.memory_config = memory
-        made.append(each)
-    return _required(made, are_required_outputs, (output, mean, rstd))
-
-
-def _required(made: Gradients, required: Sequence[bool], rooms: Sequence[Tensor | None]) -> Gradients:
-    """Results that are asked for, or that have room."""
-    return [
-        each if wanted or room is not None else None for each, wanted, room in zip(made, required, rooms, strict=True)
-    ]
+        made.append(make(kept, moves((2, 3, None, None), linear=False), input))
+    return _GROUP.fill(made, rooms)
 
 
 def _check_groups(name: str, tensor: Tensor, groups: int) -> None:
@@ -193,23 +153,11 @@ def _channel_places(tensor: Tensor) -> Places:
     return tuple(1 if size != 1 or at == len(tensor.shape) - 1 else None for at, size in enumerate(tensor.shape))
 
 
-@op("moreh_group_norm_backward")
-def moreh_group_norm_backward(
-    output_grad: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    num_groups: int,
-    *,
-    are_required_outputs: Sequence[bool] = (True, False, False),
-    gamma: Tensor | None = None,
-    input_grad: Tensor | None = None,
-    gamma_grad: Tensor | None = None,
-    beta_grad: Tensor | None = None,
-    input_grad_memory_config: MemoryConfig | None = None,
-    gamma_grad_memory_config: MemoryConfig | None = None,
-    beta_grad_memory_config: MemoryConfig | None = None,
-) -> Gradients:
+_GROUP_BACKWARD = Rooms("input_grad gamma_grad beta_grad", (True, False, False), room_asks=True)
+
+
+@op("moreh_group_norm_backward", more=_GROUP_BACKWARD)
+def moreh_group_norm_backward(output_grad, input, mean, rstd, num_groups, *, gamma=None, **rooms) -> Gradients:
     """The gradients of the input of a group norm, of its weight and of its bias; those are [1, 1, 1, C]."""
     name, given = "moreh_group_norm_backward", [] if gamma is None else [gamma]
     _, blocks = operands(name, output_grad, input, mean, rstd, *given)
@@ -237,12 +185,7 @@ def moreh_group_norm_backward(
         label = topology_of(rows(*cuts), *tensors, shape=(1, 1, 1, block.shape[-1]), filled=True)
         column = block.reshape(*block.shape[:axes], 1, 1, 1, -1)
         made.append(Made(column, input, label, coords=shared_coords(*tensors)))
-    rooms = (input_grad, gamma_grad, beta_grad)
-    memory = (input_grad_memory_config, gamma_grad_memory_config, beta_grad_memory_config)
-    for each, room, where in zip(made, rooms, memory, strict=True):
-        assert each is not None
-        each.output, each.memory_config = room, where
-    return _required(made, are_required_outputs, rooms)
+    return _GROUP_BACKWARD.fill(made, rooms)
 
 
 # losses
@@ -263,22 +206,17 @@ def _chosen(name: str, target: Tensor, weight: Tensor | None, ignore_index: int)
     return index, torch.where(counts, table.gather(-1, numbers).unflatten(-1, tuple(target.shape)), 0)
 
 
-@op("moreh_nll_loss")
-def moreh_nll_loss(
-    input_tensor: Tensor,
-    target_tensor: Tensor,
-    reduction: str,
-    *,
-    weight_tensor: Tensor | None = None,
-    divisor_tensor: Tensor | None = None,
-    output_tensor: Tensor | None = None,
-    ignore_index: int = -100,
-) -> Made:
+_NLL = Optionals("weight_tensor divisor_tensor output_tensor")
+_NLL_BACKWARD = Optionals("weight_tensor divisor_tensor input_grad_tensor")
+
+
+@op("moreh_nll_loss", more=_NLL)
+def moreh_nll_loss(input_tensor, target_tensor, reduction, *, ignore_index=-100, **rooms) -> Made:
     """-x[n, target[n]] of log probabilities [N, C, ...], weighted by class: each, their sum, or their weighted mean.
 
     `divisor_tensor` is where the sum of weights goes that a mean is divided by.
     """
-    name = "moreh_nll_loss"
+    name, (weight_tensor, divisor_tensor, output_tensor) = "moreh_nll_loss", _NLL(rooms)
     if reduction not in ("none", "sum", "mean"):
         raise ArgumentError(f"ttnn.{name}: reduction={reduction!r}", fix='"none", "sum" or "mean"')
     _, (block, *_) = operands(name, input_tensor, target_tensor)
@@ -308,19 +246,10 @@ def moreh_nll_loss(
     )
 
 
-@op("moreh_nll_loss_backward")
-def moreh_nll_loss_backward(
-    target_tensor: Tensor,
-    output_grad_tensor: Tensor,
-    reduction_mean: bool,
-    *,
-    weight_tensor: Tensor | None = None,
-    input_grad_tensor: Tensor | None = None,
-    divisor_tensor: Tensor | None = None,
-    ignore_index: int = -100,
-) -> Made:
+@op("moreh_nll_loss_backward", more=_NLL_BACKWARD)
+def moreh_nll_loss_backward(target_tensor, output_grad_tensor, reduction_mean, *, ignore_index=-100, **rooms) -> Made:
     """The gradient of log probabilities, from that of the sum or the mean of their loss."""
-    name = "moreh_nll_loss_backward"
+    name, (weight_tensor, divisor_tensor, input_grad_tensor) = "moreh_nll_loss_backward", _NLL_BACKWARD(rooms)
     given = [target_tensor, output_grad_tensor, weight_tensor, divisor_tensor]
     axes = len(target_tensor.grid)
     classes = _classes(name, weight_tensor, input_grad_tensor)
@@ -338,12 +267,7 @@ def moreh_nll_loss_backward(
 
 @op("moreh_nll_loss_unreduced_backward")
 def moreh_nll_loss_unreduced_backward(
-    target_tensor: Tensor,
-    output_grad_tensor: Tensor,
-    *,
-    weight_tensor: Tensor | None = None,
-    input_grad_tensor: Tensor | None = None,
-    ignore_index: int = -100,
+    target_tensor, output_grad_tensor, *, weight_tensor=None, input_grad_tensor=None, ignore_index=-100
 ) -> Made:
     """The gradient of log probabilities, from that of the loss of every place."""
     name = "moreh_nll_loss_unreduced_backward"
@@ -383,14 +307,7 @@ def _spread_classes(
 
 
 @op("moreh_clip_grad_norm")
-def moreh_clip_grad_norm(
-    inputs: Sequence[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    *,
-    total_norm: Tensor | None = None,
-) -> Made:
+def moreh_clip_grad_norm(inputs, max_norm, norm_type=2.0, error_if_nonfinite=False, *, total_norm=None) -> Made:
     """The norm of all gradients of a device together, which are scaled down in place to `max_norm` if it is larger."""
     name = "moreh_clip_grad_norm"
     _, blocks = operands(name, *inputs)
@@ -417,13 +334,7 @@ def moreh_clip_grad_norm(
 
 @op("moreh_fold")
 def moreh_fold(
-    input: Tensor,
-    output: Tensor | None = None,
-    output_size: Sequence[int] = (),
-    kernel_size: Sequence[int] = (),
-    dilation: Sequence[int] = (1, 1),
-    padding: Sequence[int] = (0, 0),
-    stride: Sequence[int] = (1, 1),
+    input, output=None, output_size=(), kernel_size=(), dilation=(1, 1), padding=(0, 0), stride=(1, 1)
 ) -> Made:
     """Pictures [N, C, H, W] from patches [N, C * k * k, places]: what patches have for a place is summed."""
     name = "moreh_fold"
@@ -443,34 +354,20 @@ def moreh_fold(
     return make(whole, moves(places), input, scales=True).into(output)
 
 
-@op("moreh_linear_backward")
-def moreh_linear_backward(
-    output_grad: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    *,
-    are_required_outputs: Sequence[bool] = (True, True, True),
-    bias: Tensor | None = None,
-    input_grad: Tensor | None = None,
-    weight_grad: Tensor | None = None,
-    bias_grad: Tensor | None = None,
-    input_grad_memory_config: MemoryConfig | None = None,
-    weight_grad_memory_config: MemoryConfig | None = None,
-    bias_grad_memory_config: MemoryConfig | None = None,
-) -> Gradients:
+_LINEAR = Rooms("input_grad weight_grad bias_grad", (True, True, True))
+
+
+@op("moreh_linear_backward", more=_LINEAR)
+def moreh_linear_backward(output_grad, input, weight, *, bias=None, **rooms) -> Gradients:
     """The gradients of x @ weight.T + bias: of x, of the weight, and of a bias that is given."""
     operands("moreh_linear_backward", output_grad, input, weight)
-    wanted, exact = list(are_required_outputs), DataType.FLOAT32  # sums are rounded once
+    wanted, exact = _LINEAR.wanted(rooms), DataType.FLOAT32  # sums are rounded once
     made: Gradients = [None, None, None]
     if wanted[0]:
-        made[0] = sum_to(matmul(output_grad, weight, dtype=exact), input).into(input_grad)
+        made[0] = sum_to(matmul(output_grad, weight, dtype=exact), input)
     if wanted[1]:
-        made[1] = sum_to(matmul(output_grad, input, transpose_a=True, dtype=exact), weight).into(weight_grad)
-    like = bias if bias is not None else bias_grad
+        made[1] = sum_to(matmul(output_grad, input, transpose_a=True, dtype=exact), weight)
+    like = bias if bias is not None else rooms.get("bias_grad")
     if wanted[2] and like is not None:
-        made[2] = sum_to(output_grad, like).into(bias_grad)
-    memory = (input_grad_memory_config, weight_grad_memory_config, bias_grad_memory_config)
-    for each, where in zip(made, memory, strict=True):
-        if each is not None:
-            each.memory_config = where
-    return made
+        made[2] = sum_to(output_grad, like)
+    return _LINEAR.fill(made, rooms)

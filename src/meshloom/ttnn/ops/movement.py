@@ -6,7 +6,6 @@ moves elements does so where its operand is: a tensor of the host stays there, a
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
+from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.ops.block_moves import axis_of, fresh, whole
 from meshloom.ttnn.ops.calling import Made, blocks_of, make, op, operands, result
 from meshloom.ttnn.ops.topologies import moves, same, topology_of, topology_of_reshape
@@ -28,26 +28,17 @@ from meshloom.ttnn.tensor.topology import TensorTopology
 __all__ = ["TileReshapeMapMode"]
 
 
-class TileReshapeMapMode(enum.Enum):
+class TileReshapeMapMode(Choice):
     """Whether the hardware keeps the plan of a reshape of tiles; about speed only."""
 
-    CACHE = 0
-    RECREATE = 1
-
-    __repr__ = enum.Enum.__str__
+    CACHE, RECREATE = range(2)
 
 
 # shapes
 
 
 @op("reshape", spelled={"logical_shape": "shape"})
-def reshape(
-    input_tensor: Tensor,
-    shape: Sequence[int] | None = None,
-    padded_shape: Sequence[int] | None = None,
-    *,
-    memory_config: MemoryConfig | None = None,
-) -> Tensor:
+def reshape(input_tensor, shape: Sequence[int] | None = None, padded_shape=None, *, memory_config=None) -> Tensor:
     """The same elements in another shape; one size may be -1. Rows that stay whole stay where they are in memory.
 
     With a padded shape, a shape of fewer or more elements says anew which of them are padding.
@@ -61,7 +52,7 @@ def reshape(
 
 
 @op("view")
-def view(input_tensor: Tensor, shape: Sequence[int]) -> Tensor:
+def view(input_tensor, shape: Sequence[int]) -> Tensor:
     """The same memory in another shape; the last dim stays, and in tiles the last two stay whole tiles."""
     sizes = infer_shape("view", tuple(input_tensor.shape), shape)
     if not is_view(input_tensor, sizes, None):
@@ -74,13 +65,7 @@ def view(input_tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 @op("experimental.view")
 def experimental_view(
-    input_tensor: Tensor,
-    *sizes: Any,
-    shape: Sequence[int] | None = None,
-    N: int | None = None,
-    C: int | None = None,
-    H: int | None = None,
-    W: int | None = None,
+    input_tensor, *sizes: Any, shape: Sequence[int] | None = None, N=None, C=None, H=None, W=None
 ) -> Tensor:
     """`view` with the sizes as four numbers or as one sequence."""
     named = [size for size in (N, C, H, W) if size is not None]
@@ -89,15 +74,13 @@ def experimental_view(
 
 
 @op("reshape_on_device")
-def reshape_on_device(
-    input_tensor: Tensor, W: int, Z: int, Y: int, X: int, *, memory_config: MemoryConfig | None = None
-) -> Tensor:
+def reshape_on_device(input_tensor, W, Z, Y, X, *, memory_config=None) -> Tensor:
     """`reshape` to four sizes."""
     return reshape(input_tensor, (W, Z, Y, X), memory_config=memory_config)
 
 
 @op("squeeze")
-def squeeze(input_tensor: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:
+def squeeze(input_tensor, dim: int | Sequence[int] | None = None) -> Tensor:
     """Without dims of size 1: all of them, or the named ones that have it."""
     shape, rank = tuple(input_tensor.shape), len(input_tensor.shape)
     asked = list(range(rank)) if dim is None else [axis_of("squeeze", each, rank) for each in whole(dim, 1)]
@@ -112,7 +95,7 @@ def squeeze(input_tensor: Tensor, dim: int | Sequence[int] | None = None) -> Ten
 
 
 @op("unsqueeze")
-def unsqueeze(input_tensor: Tensor, dim: int) -> Tensor:
+def unsqueeze(input_tensor, dim) -> Tensor:
     """With a dim of size 1 put in."""
     shape = tuple(input_tensor.shape)
     place = axis_of("unsqueeze", dim, len(shape) + 1)
@@ -121,7 +104,7 @@ def unsqueeze(input_tensor: Tensor, dim: int) -> Tensor:
 
 
 @op("unsqueeze_to_4D")
-def unsqueeze_to_4D(tensor: Tensor) -> Tensor:
+def unsqueeze_to_4D(tensor) -> Tensor:
     """With ones in front until there are four dims."""
     shape = tuple(tensor.shape)
     missing = 4 - len(shape)
@@ -168,19 +151,8 @@ def view_as(tensor: Tensor, shape: Sequence[int], label: TensorTopology) -> Tens
 
 
 def _in_memory_of(tensor: Tensor, block: Block, label: TensorTopology) -> Tensor:
-    return Tensor(
-        block,
-        tensor.grid,
-        tensor.dtype,
-        tensor.layout,
-        label,
-        tensor.device(),
-        tensor.memory_config(),
-        tensor.tile,
-        coords=tensor._coords,
-        room=tensor._room,
-        home=tensor.home,
-    )
+    memory = tensor.memory_config()
+    return tensor._like(block, topology=label, memory_config=memory, pad_value=0.0, room=tensor._room)
 
 
 def _relabel_padding(
@@ -247,7 +219,7 @@ def _see_as(
 
 
 @op("permute")
-def permute(input_tensor: Tensor, dims: Sequence[int]) -> Made:
+def permute(input_tensor, dims) -> Made:
     """The dims in another order."""
     (block,) = blocks_of("permute", input_tensor)
     rank, axes = len(input_tensor.shape), len(input_tensor.grid)
@@ -274,7 +246,7 @@ def _turns_matrix(tensor: Tensor, order: Sequence[int]) -> bool:
 
 
 @op("transpose")
-def transpose(input_tensor: Tensor, dim1: int, dim2: int, *, memory_config: MemoryConfig | None = None) -> Tensor:
+def transpose(input_tensor, dim1, dim2, *, memory_config=None) -> Tensor:
     """Two dims exchanged."""
     rank = len(input_tensor.shape)
     order = list(range(rank))
@@ -284,13 +256,13 @@ def transpose(input_tensor: Tensor, dim1: int, dim2: int, *, memory_config: Memo
 
 
 @op("experimental.transpose_rm")
-def transpose_rm(input: Tensor) -> Tensor:
+def transpose_rm(input) -> Tensor:
     """The last two dims exchanged."""
     return transpose(input, -2, -1)
 
 
 @op("experimental.convert_to_hwc")
-def convert_to_hwc(input: Tensor) -> Made:
+def convert_to_hwc(input) -> Made:
     """Pictures [1, B, C, HW] with their channels last: [1, 1, B * HW, C]. A core that had columns has those rows."""
     name = "experimental.convert_to_hwc"
     _, (block,) = operands(name, input)
@@ -310,7 +282,7 @@ def convert_to_hwc(input: Tensor) -> Made:
 
 
 @op("experimental.convert_to_chw")
-def convert_to_chw(input: Tensor) -> Made:
+def convert_to_chw(input) -> Made:
     """Pictures [1, 1, HW, C] with their channels first: [1, 1, C, HW]. A core that had rows has those columns."""
     _, (block,) = operands("experimental.convert_to_chw", input)
     if len(input.shape) != 4:
@@ -337,7 +309,7 @@ def _sharded(tensor: Tensor, kind: TensorMemoryLayout, part: tuple[int, int]) ->
 
 
 @op("repeat")
-def repeat(input_tensor: Tensor, repeat_dims: Sequence[int]) -> Made:
+def repeat(input_tensor, repeat_dims) -> Made:
     """The tensor several times along every dim; fewer numbers are for the last dims, more put dims in front."""
     (block,) = blocks_of("repeat", input_tensor)
     had, axes = len(input_tensor.shape), len(input_tensor.grid)
@@ -351,7 +323,7 @@ def repeat(input_tensor: Tensor, repeat_dims: Sequence[int]) -> Made:
 
 
 @op("repeat_interleave")
-def repeat_interleave(input_tensor: Tensor, repeats: int, dim: int) -> Made:
+def repeat_interleave(input_tensor, repeats, dim) -> Made:
     """Every element several times in a row along a dim."""
     (block,) = blocks_of("repeat_interleave", input_tensor)
     place = axis_of("repeat_interleave", dim, len(input_tensor.shape))
@@ -361,7 +333,7 @@ def repeat_interleave(input_tensor: Tensor, repeats: int, dim: int) -> Made:
 
 
 @op("expand")
-def expand(input_tensor: Tensor, output_shape: Sequence[int]) -> Made:
+def expand(input_tensor, output_shape) -> Made:
     """Dims of size 1 made larger; -1 keeps a size, and sizes in front are new dims."""
     (block,) = blocks_of("expand", input_tensor)
     had, axes, asked = tuple(input_tensor.shape), len(input_tensor.grid), tuple(output_shape)
@@ -375,20 +347,14 @@ def expand(input_tensor: Tensor, output_shape: Sequence[int]) -> Made:
 
 
 @op("experimental.broadcast_to")
-def broadcast_to(
-    input: Tensor,
-    output_shape: Sequence[int],
-    *,
-    memory_config: MemoryConfig | None = None,
-    output: Tensor | None = None,
-) -> Made | Tensor:
+def broadcast_to(input, output_shape, *, memory_config=None, output=None) -> Made | Tensor:
     """`expand` that can write into a tensor."""
     made = expand(input, output_shape, memory_config=memory_config)
     return made if output is None else Made(made.block, made, made.tensor_topology(), output=output)
 
 
 @op("roll")
-def roll(input_tensor: Tensor, shifts: int | Sequence[int], dim: int | Sequence[int] | None = None) -> Made:
+def roll(input_tensor, shifts, dim: int | Sequence[int] | None = None) -> Made:
     """Elements moved along dims, those that fall off put in at the other end; without a dim, along all of them."""
     (block,) = blocks_of("roll", input_tensor)
     axes, rank = len(input_tensor.grid), len(input_tensor.shape)
@@ -406,15 +372,15 @@ def roll(input_tensor: Tensor, shifts: int | Sequence[int], dim: int | Sequence[
 
 @op("fold")
 def fold(
-    input: Tensor,
-    stride_h: int,
-    stride_w: int,
-    output_shape: Sequence[int] | None = None,
-    padding: Sequence[int] = (0, 0),
-    override_memory_config: MemoryConfig | None = None,
-    collapse_output: bool = False,
+    input,
+    stride_h,
+    stride_w,
+    output_shape=None,
+    padding=(0, 0),
+    override_memory_config=None,
+    collapse_output=False,
     *,
-    input_is_nhwc: bool = True,
+    input_is_nhwc=True,
 ) -> Tensor:
     """Pictures [N, H, W, C] with patches of stride_h x stride_w as channels: [N, H / h, W / w, h * w * C].
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 
@@ -37,7 +37,7 @@ def _normalise(name: str, tensor: Tensor, function: Callable[[Block], Block], ot
 
 
 def _softmax(name: str, in_place: bool) -> None:
-    def call(input_tensor: Tensor, dim: int = -1) -> Made:
+    def call(input_tensor, dim=-1) -> Made:
         made = run(name, lambda x, at: x.float().softmax(at), input_tensor, dim, identity="max")
         return made.into(input_tensor if in_place else None)
 
@@ -45,9 +45,7 @@ def _softmax(name: str, in_place: bool) -> None:
 
 
 def _masked_softmax(name: str, in_place: bool) -> None:
-    def call(
-        input_tensor: Tensor, scale: float | None = None, mask: Tensor | None = None, *, is_causal_mask: bool = False
-    ) -> Made:
+    def call(input_tensor, scale=None, mask: Tensor | None = None, *, is_causal_mask=False) -> Made:
         axes, rank, whole = len(input_tensor.grid), len(input_tensor.shape), "hw_dims" in name or is_causal_mask
 
         def function(x: Block) -> Block:
@@ -112,12 +110,12 @@ def affine(x: Block, weight: Block | None, bias: Block | None, axes: int, rank: 
 
 def _norm(
     name: str,
-    tensor: Tensor,
+    tensor,
     function: Callable[..., Block],
     *,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual_input_tensor: Tensor | None = None,
+    weight=None,
+    bias=None,
+    residual_input_tensor=None,
     statistics: Tensor | None = None,
 ) -> Made:
     """A norm of float32 values, and of the block of statistics if there are some; times a weight, plus a bias."""
@@ -156,7 +154,7 @@ def as_row(tensor: Tensor) -> Tensor:
 
 
 @op("layer_norm", more=_norm)
-def layer_norm(input_tensor: Tensor, *, epsilon: float = 1e-12, **how: Any) -> Made:
+def layer_norm(input_tensor, *, epsilon=1e-12, **how) -> Made:
     """(x - mean) / sqrt(var + epsilon) of every row, times the weight, plus the bias."""
     if real_places(input_tensor, [-1]) is None:
         width = input_tensor.shape[-1:]
@@ -171,7 +169,7 @@ def layer_norm(input_tensor: Tensor, *, epsilon: float = 1e-12, **how: Any) -> M
 
 
 @op("rms_norm", more=_norm)
-def rms_norm(input_tensor: Tensor, *, epsilon: float = 1e-12, **how: Any) -> Made:
+def rms_norm(input_tensor, *, epsilon=1e-12, **how) -> Made:
     """x / sqrt(mean of squares + epsilon) of every row, times the weight, plus the bias."""
     if real_places(input_tensor, [-1]) is None:
         plain = functools.partial(torch.rms_norm, normalized_shape=input_tensor.shape[-1:], eps=epsilon)
@@ -202,7 +200,7 @@ def _statistics(name: str, tensor: Tensor, sums: Callable[[Block], list[Block]],
 def _pre_all_gather(names: str, doc: str, sums: Callable[[Block], list[Block]]) -> None:
     name = names.split()[0]
 
-    def call(input_tensor: Tensor, *, residual_input_tensor: Tensor | None = None) -> Made:
+    def call(input_tensor, *, residual_input_tensor=None) -> Made:
         return _statistics(name, input_tensor, sums, residual_input_tensor)
 
     register(names, doc, call)
@@ -248,7 +246,7 @@ def _cuts_last(placement: Placement, tensor: Tensor) -> TypeGuard[PlacementShard
 
 
 @op("rms_norm_post_all_gather", more=_norm)
-def rms_norm_post_all_gather(input_tensor: Tensor, stats: Tensor, *, epsilon: float = 1e-12, **how: Any) -> Made:
+def rms_norm_post_all_gather(input_tensor, stats, *, epsilon=1e-12, **how) -> Made:
     """The norm of whole rows, from the gathered statistics of their parts."""
     name = "rms_norm_post_all_gather"
     count = _check_statistics(name, input_tensor, stats, 1)
@@ -261,7 +259,7 @@ def rms_norm_post_all_gather(input_tensor: Tensor, stats: Tensor, *, epsilon: fl
 
 
 @op("layer_norm_post_all_gather", more=_norm)
-def layer_norm_post_all_gather(input_tensor: Tensor, stats: Tensor, *, epsilon: float = 1e-12, **how: Any) -> Made:
+def layer_norm_post_all_gather(input_tensor, stats, *, epsilon=1e-12, **how) -> Made:
     """The norm of whole rows, from the gathered statistics of their parts."""
     name = "layer_norm_post_all_gather"
     count = _check_statistics(name, input_tensor, stats, 2)
@@ -277,15 +275,7 @@ def layer_norm_post_all_gather(input_tensor: Tensor, stats: Tensor, *, epsilon: 
 
 @op("batch_norm")
 def batch_norm(
-    input: Tensor,
-    *,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    training: bool = False,
-    eps: float = 1e-05,
-    momentum: float = 0.1,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    input, *, running_mean=None, running_var=None, training=False, eps=1e-05, momentum=0.1, weight=None, bias=None
 ) -> Made:
     """The norm of every channel of [N, C, H, W]; statistics are [1, C, 1, 1], and training writes the running ones."""
     name = "batch_norm"
@@ -333,7 +323,7 @@ def _loss(name: str, function: Callable[[Block, Block], Block]) -> None:
         input_prediction: Tensor,
         *,
         reduction: LossReductionMode = LossReductionMode.NONE,
-        kind: DataType | None = None,
+        kind=None,
     ) -> Made:
         both = (input_reference, input_prediction)
         if reduction is LossReductionMode.NONE:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,21 +11,13 @@ from torch.nn import functional as F
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.ops.block_moves import spread, whole
-from meshloom.ttnn.ops.calling import Made, make, op, operands, register
+from meshloom.ttnn.ops.calling import Made, Optionals, make, op, operands, register, take
 from meshloom.ttnn.ops.convolution_configs import Op2DSliceConfig
 from meshloom.ttnn.ops.picture_memory import memory_by_rows, memory_of_pictures
-from meshloom.ttnn.ops.sliding import (
-    Around,
-    around,
-    channels_first,
-    flatten_pictures,
-    topology_of_pictures,
-    torch_order,
-    windows,
-)
+from meshloom.ttnn.ops.sliding import Window, channels_first, flatten_pictures, topology_of_pictures
 from meshloom.ttnn.ops.topologies import einsum, moves, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout
-from meshloom.ttnn.tensor.memory import MemoryConfig, TensorMemoryLayout
+from meshloom.ttnn.tensor.memory import TensorMemoryLayout
 from meshloom.ttnn.tensor.padding import mean_of
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
@@ -40,11 +32,11 @@ def _by_picture(pictures: Block, axes: int, function: Callable[[Block], Block]) 
 
 def _pool(
     values: Block,
-    tensor: Tensor,
+    tensor,
     linear: bool,
-    dtype: DataType,
+    dtype,
     *,
-    deallocate_input: bool = False,
+    deallocate_input=False,
     output_layout: Layout = Layout.ROW_MAJOR,
     applied_shard_scheme: TensorMemoryLayout | None = None,
     dram_slice_config: Op2DSliceConfig | None = None,
@@ -63,94 +55,53 @@ def _pool(
 # windows
 
 
-@op("max_pool2d", more=_pool)
-def max_pool2d(
-    input_tensor: Tensor,
-    batch_size: int,
-    input_h: int,
-    input_w: int,
-    channels: int,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int] = (1, 1),
-    ceil_mode: bool = False,
-    *,
-    return_indices: bool = False,
-    dtype: DataType = DataType.BFLOAT16,
-    **how: Any,
-) -> Any:
+class _Pictures:
+    """Pictures that an op takes with their sizes, [N, C, H, W] of every device."""
+
+    def __init__(self, name: str, tensor: Tensor, *, batch_size, input_h, input_w, channels) -> None:
+        operands(name, tensor)
+        self.height, self.width, self.axes = input_h, input_w, len(tensor.grid)
+        self.block = channels_first(name, tensor, (batch_size, input_h, input_w, channels)).float()
+
+
+@op("max_pool2d", more=(_Pictures, Window, _pool))
+def max_pool2d(input_tensor, *, return_indices=False, dtype=DataType.BFLOAT16, **how) -> Any:
     """The largest of every window, [1, 1, N * H' * W', C]; with `return_indices` also where in its picture it was."""
-    operands("max_pool2d", input_tensor)
-    axes, edges = len(input_tensor.grid), around(padding)
-    kernel, steps, holes = whole(kernel_size, 2), whole(stride, 2), whole(dilation, 2)
-    pictures = channels_first("max_pool2d", input_tensor, (batch_size, input_h, input_w, channels)).float()
-    count = _counts((input_h, input_w), kernel, steps, edges, holes, ceil_mode)
-    padded = F.pad(pictures, torch_order(edges), value=-torch.inf)
-    found, where = (
-        part.unflatten(0, pictures.shape[: axes + 1])
-        for part in F.max_pool2d(padded.flatten(0, axes), kernel, steps, 0, holes, ceil_mode, return_indices=True)
-    )
-    found, where = (part[..., : count[0], : count[1]] for part in (found, where))
+    pictures = _Pictures("max_pool2d", input_tensor, **take(_Pictures, how))
+    window = Window(**take(Window, how))
+    down, across = window.count(pictures.height, pictures.width)
+    padded = window.pad(pictures.block, value=-torch.inf)
+    flat = padded.flatten(0, pictures.axes)
+    pooled = F.max_pool2d(flat, window.kernel, window.steps, 0, window.holes, window.ceil, return_indices=True)
+    found, where = (each.unflatten(0, padded.shape[: pictures.axes + 1])[..., :down, :across] for each in pooled)
     if not return_indices:
         return _pool(found, input_tensor, False, dtype, **how)
-    row, column = where // padded.shape[-1] - edges[0], where % padded.shape[-1] - edges[2]
-    index = row.clamp(0, input_h - 1) * input_w + column.clamp(0, input_w - 1)
+    row, column = where // padded.shape[-1] - window.edges[0], where % padded.shape[-1] - window.edges[2]
+    index = row.clamp(0, pictures.height - 1) * pictures.width + column.clamp(0, pictures.width - 1)
     made = _pool(found, input_tensor, False, dtype, **{**how, "deallocate_input": False})
     return [made, _pool(index, input_tensor, False, DataType.UINT16, **how)]
 
 
-def _counts(
-    sizes: tuple[int, int],
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    edges: Around,
-    holes: Sequence[int],
-    ceil: bool,
-) -> tuple[int, int]:
-    top, bottom, left, right = edges
-    return (
-        windows(sizes[0], kernel[0], stride[0], top, bottom, holes[0], ceil),
-        windows(sizes[1], kernel[1], stride[1], left, right, holes[1], ceil),
-    )
-
-
-@op("avg_pool2d", more=_pool)
-def avg_pool2d(
-    input_tensor: Tensor,
-    batch_size: int,
-    input_h: int,
-    input_w: int,
-    channels: int,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-    **how: Any,
-) -> Made:
+@op("avg_pool2d", more=(_Pictures, Window, _pool))
+def avg_pool2d(input_tensor, count_include_pad=True, divisor_override=None, **how) -> Made:
     """The mean of every window, [1, 1, N * H' * W', C], padding counted or not."""
-    operands("avg_pool2d", input_tensor)
-    axes, edges = len(input_tensor.grid), around(padding)
-    kernel, steps = whole(kernel_size, 2), whole(stride, 2)
-    pictures = channels_first("avg_pool2d", input_tensor, (batch_size, input_h, input_w, channels)).float()
-    count = _counts((input_h, input_w), kernel, steps, edges, (1, 1), ceil_mode)
+    pictures = _Pictures("avg_pool2d", input_tensor, **take(_Pictures, how))
+    window = Window(**take(Window, how))
+    down, across = window.count(pictures.height, pictures.width)
 
     def sum_windows(values: Block) -> Block:
-        found = F.avg_pool2d(values, kernel, steps, 0, ceil_mode, divisor_override=1)
-        return found[..., : count[0], : count[1]]
+        found = F.avg_pool2d(values, window.kernel, window.steps, 0, window.ceil, divisor_override=1)
+        return found[..., :down, :across]
 
-    total = _by_picture(F.pad(pictures, torch_order(edges)), axes, sum_windows)
-    inside = F.pad(torch.ones(1, 1, input_h, input_w), torch_order(edges), value=1.0 if count_include_pad else 0.0)
+    total = _by_picture(window.pad(pictures.block), pictures.axes, sum_windows)
+    places = torch.ones(1, 1, pictures.height, pictures.width)
+    inside = window.pad(places, value=1.0 if count_include_pad else 0.0)
     found = total / (divisor_override or sum_windows(inside))
     return _pool(found, input_tensor, True, DataType.BFLOAT16, **how)
 
 
 @op("global_avg_pool2d")
-def global_avg_pool2d(
-    input_tensor: Tensor, *, memory_config: MemoryConfig | None = None, dtype: DataType | None = None
-) -> Made:
+def global_avg_pool2d(input_tensor, *, memory_config=None, dtype=None) -> Made:
     """The mean of every picture of [N, H, W, C]: [N, 1, 1, C]."""
     _, (block,) = operands("global_avg_pool2d", input_tensor)
     if len(input_tensor.shape) != 4:
@@ -165,22 +116,13 @@ def global_avg_pool2d(
 
 
 def _adaptive(name: str, function: Callable[..., Block], linear: bool, doc: str) -> None:
-    def call(
-        input_tensor: Tensor,
-        batch_size: int,
-        input_h: int,
-        input_w: int,
-        channels: int,
-        output_size: Sequence[int],
-        **how: Any,
-    ) -> Made:
-        operands(name, input_tensor)
-        pictures = channels_first(name, input_tensor, (batch_size, input_h, input_w, channels)).float()
+    def call(input_tensor, output_size, **how) -> Made:
+        pictures = _Pictures(name, input_tensor, **take(_Pictures, how))
         asked = tuple(whole(output_size, 2))
-        found = _by_picture(pictures, len(input_tensor.grid), lambda flat: function(flat, asked))
+        found = _by_picture(pictures.block, pictures.axes, lambda flat: function(flat, asked))
         return _pool(found, input_tensor, linear, input_tensor.dtype, **how)
 
-    register(name, f"{doc} of as many windows as asked for, [1, 1, N * h * w, C].", call, more=_pool)
+    register(name, f"{doc} of as many windows as asked for, [1, 1, N * h * w, C].", call, more=(_Pictures, _pool))
 
 
 _adaptive("adaptive_avg_pool2d", F.adaptive_avg_pool2d, True, "The means")
@@ -191,7 +133,7 @@ _adaptive("adaptive_max_pool2d", F.adaptive_max_pool2d, False, "The largest")
 
 
 @op("upsample")
-def upsample(input_tensor: Tensor, scale_factor: float | Sequence[float], *, mode: str = "nearest") -> Made:
+def upsample(input_tensor, scale_factor, *, mode="nearest") -> Made:
     """Larger pictures, [N, H, W, C]: by the nearest element or between neighbours (bilinear)."""
     _, (block,) = operands("upsample", input_tensor)
     if mode not in ("nearest", "bilinear"):
@@ -212,19 +154,15 @@ def upsample(input_tensor: Tensor, scale_factor: float | Sequence[float], *, mod
     return made
 
 
-@op("grid_sample")
+_UNCOVERED = Optionals(use_precomputed_grid=False, batch_output_channels=False)
+
+
+@op("grid_sample", more=_UNCOVERED)
 def grid_sample(
-    input_tensor: Tensor,
-    grid: Tensor,
-    *,
-    mode: str = "bilinear",
-    padding_mode: str = "zeros",
-    align_corners: bool = False,
-    use_precomputed_grid: bool = False,
-    batch_output_channels: bool = False,
+    input_tensor, grid: Tensor, *, mode="bilinear", padding_mode="zeros", align_corners=False, **uncovered
 ) -> Made:
     """Pictures [N, H, W, C] read at places [N, h, w, 2] from -1 to 1: [N, h, w, C]."""
-    if use_precomputed_grid or batch_output_channels:
+    if any(_UNCOVERED(uncovered)):
         raise OperandError("ttnn.grid_sample: precomputed and batched grids are not covered", fix="a grid [N, h, w, 2]")
     blocks = operands("grid_sample", input_tensor, grid)[1]
     axes = len(input_tensor.grid)

@@ -12,7 +12,7 @@ import torch
 
 from meshloom.errors import OperandError
 from meshloom.ttnn.ops.block_moves import spread
-from meshloom.ttnn.ops.calling import Made, make, op, operands, register
+from meshloom.ttnn.ops.calling import Made, Optionals, make, op, operands, register
 from meshloom.ttnn.ops.topologies import EACH, LINEAR, Named, moves, same, topology_of
 from meshloom.ttnn.tensor.formats import DataType, Layout
 from meshloom.ttnn.tensor.padding import fill_padding, real_places, reduce_without_padding
@@ -112,14 +112,7 @@ _spreading("var", torch.var)
 
 
 @op("prod")
-def prod(
-    input_tensor: Tensor,
-    dim: int | Tensor | None = None,
-    keepdim: bool = False,
-    *,
-    output_tensor: Tensor | None = None,
-    dims: Sequence[int] | None = None,
-) -> Made:
+def prod(input_tensor, dim: int | Tensor | None = None, keepdim=False, *, output_tensor=None, dims=None) -> Made:
     """The product over a dim or all; with an output tensor and `dims=`, those dims are kept with size 1."""
     if isinstance(dim, Tensor):
         output_tensor, dim = dim, None
@@ -129,7 +122,7 @@ def prod(
 
 
 @op("argmax")
-def argmax(input_tensor: Tensor, dim: int | None = None, keepdim: bool = False) -> Made:
+def argmax(input_tensor, dim=None, keepdim=False) -> Made:
     """Where the largest element lies: the first one, in one dim or in the flattened part."""
     _, (block,) = operands("argmax", input_tensor)
     dims, axes = dims_of("argmax", input_tensor, dim), len(input_tensor.grid)
@@ -156,19 +149,15 @@ def _two(values: Block, indices: Block, tensor: Tensor, dim: int, outputs: Seque
     return [Made(values, tensor, label, output=first), Made(indices, tensor, label, kind, output=second)]
 
 
-@op("topk")
+_ORDER = Optionals("indices_tensor", stable=False)
+
+
+@op("topk", more=_ORDER)
 def topk(
-    input_tensor: Tensor,
-    k: int = 32,
-    dim: int = -1,
-    largest: bool = True,
-    sorted: bool = True,
-    *,
-    indices_tensor: Tensor | None = None,
-    output_tensor: Sequence[Tensor] | None = None,
-    stable: bool = False,
+    input_tensor, k=32, dim=-1, largest=True, sorted=True, *, output_tensor: Sequence[Tensor] | None = None, **how
 ) -> list[Made]:
     """The k largest (or smallest) elements along a dim and where they were; `indices_tensor` names the places anew."""
+    indices_tensor, stable = _ORDER(how)
     _, (block, *names) = operands("topk", input_tensor, *([] if indices_tensor is None else [indices_tensor]))
     (at,) = dims_of("topk", input_tensor, dim)
     if not 1 <= k <= input_tensor.shape[at]:
@@ -186,14 +175,7 @@ def topk(
 
 
 @op("sort")
-def sort(
-    input_tensor: Tensor,
-    dim: int = -1,
-    descending: bool = False,
-    stable: bool = False,
-    *,
-    out: Sequence[Tensor] | None = None,
-) -> list[Made]:
+def sort(input_tensor, dim=-1, descending=False, stable=False, *, out=None) -> list[Made]:
     """The elements in order along a dim, and where they were."""
     _, (block,) = operands("sort", input_tensor)
     (at,) = dims_of("sort", input_tensor, dim)
@@ -223,19 +205,19 @@ def run(
 
 
 @op("cumsum")
-def cumsum(input: Tensor, dim: int, *, reverse_order: bool = False) -> Made:
+def cumsum(input, dim, *, reverse_order=False) -> Made:
     """The sum of all elements up to each one, or from each one on."""
     return run("cumsum", torch.cumsum, input, dim, reverse_order, LINEAR)
 
 
 @op("cumprod")
-def cumprod(input_tensor: Tensor, dim: int, *, reverse_order: bool = False) -> Made:
+def cumprod(input_tensor, dim, *, reverse_order=False) -> Made:
     """The product of all elements up to each one, or from each one on."""
     return run("cumprod", torch.cumprod, input_tensor, dim, reverse_order, identity="prod")
 
 
 @op("ema")
-def ema(input_tensor: Tensor, alpha: float) -> Made:
+def ema(input_tensor, alpha) -> Made:
     """The moving average along the last dim: y[t] = alpha * y[t-1] + (1 - alpha) * x[t], and y[-1] = 0."""
 
     def average(x: Block, at: int) -> Block:
@@ -249,14 +231,14 @@ def ema(input_tensor: Tensor, alpha: float) -> Made:
 
 
 @op("experimental.fast_reduce_nc")
-def fast_reduce_nc(input: Tensor, *, dims: Sequence[int] = ()) -> Made:
+def fast_reduce_nc(input, *, dims=()) -> Made:
     """The sum over leading dims, which are kept with size 1."""
     name, over = "experimental.fast_reduce_nc", tuple(dims) or (0, 1)
     return reduce(name, lambda x, named, keep: x.sum(named, keep), "sum", input, over, True)
 
 
 @op("experimental.intimg")
-def intimg(input_tensor: Tensor) -> Made:
+def intimg(input_tensor) -> Made:
     """The sum of all elements above and to the left of each one, itself included, of pictures [B, H, W, C]."""
     name = "experimental.intimg"
     if len(input_tensor.shape) != 4:

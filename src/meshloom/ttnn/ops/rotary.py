@@ -49,7 +49,7 @@ def _label(tensors: Sequence[Tensor], by_position: bool = False) -> TensorTopolo
 
 
 @op("experimental.rotate_half")
-def rotate_half(input: Tensor) -> Made:
+def rotate_half(input) -> Made:
     """(-second half, first half) of the last dim."""
     _, (block,) = operands("experimental.rotate_half", input)
     if input.shape[-1] % 2:
@@ -58,9 +58,7 @@ def rotate_half(input: Tensor) -> Made:
 
 
 @op("experimental.rotary_embedding")
-def rotary_embedding(
-    input_tensor: Tensor, cos_cache: Tensor, sin_cache: Tensor, token_index: int | None = None
-) -> Made:
+def rotary_embedding(input_tensor, cos_cache, sin_cache, token_index=None) -> Made:
     """Rotate halves of [.., S, D] by caches [1, 1, S or more, D]: position by position, or all by one token's angle.
 
     The rows that fill up the last tile are part of the result, as zeros: S is a multiple of 32.
@@ -83,17 +81,13 @@ def rotary_embedding(
 
 
 @op("experimental.rotary_embedding_hf")
-def rotary_embedding_hf(
-    input_tensor: Tensor, cos_cache: Tensor, sin_cache: Tensor, *, is_decode_mode: bool = False
-) -> Made:
+def rotary_embedding_hf(input_tensor, cos_cache, sin_cache, *, is_decode_mode=False) -> Made:
     """Rotate halves of [B, H, S, D] position by position, or of [1, B, H, D] with angles [1, B, 1, D] by user."""
     return _rotate("experimental.rotary_embedding_hf", (input_tensor, cos_cache, sin_cache), is_decode_mode)
 
 
 @op("experimental.rotary_embedding_llama")
-def rotary_embedding_llama(
-    input_tensor: Tensor, cos_cache: Tensor, sin_cache: Tensor, trans_mat: Tensor, *, is_decode_mode: bool = False
-) -> Made:
+def rotary_embedding_llama(input_tensor, cos_cache, sin_cache, trans_mat, *, is_decode_mode=False) -> Made:
     """Rotate by a matrix that turns 32 elements: [1, H, S, D] position by position, or [1, B, H, D] by user."""
     tensors = (input_tensor, cos_cache, sin_cache, trans_mat)
     return _rotate("experimental.rotary_embedding_llama", tensors, is_decode_mode)
@@ -117,7 +111,7 @@ def _rotate(name: str, tensors: Sequence[Tensor], by_user: bool) -> Made:
 
 @op("experimental.rotary_embedding_llama_fused_qk")
 def rotary_embedding_llama_fused_qk(
-    q_input_tensor: Tensor, k_input_tensor: Tensor, cos_cache: Tensor, sin_cache: Tensor, trans_mat: Tensor
+    q_input_tensor, k_input_tensor, cos_cache, sin_cache, trans_mat
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys of one token of every user; angles are [1, B, 1, D], or [1, 2 * B, 1, D] with the keys' last."""
     made = []

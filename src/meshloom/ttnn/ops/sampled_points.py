@@ -19,15 +19,7 @@ from meshloom.ttnn.tensor.tensor import Tensor
 
 
 @op("rotate")
-def rotate(
-    input_tensor: Tensor,
-    angle: float,
-    *,
-    center: tuple[float, float] | None = None,
-    fill: float = 0.0,
-    expand: bool = False,
-    interpolation_mode: str = "nearest",
-) -> Made:
+def rotate(input_tensor, angle, *, center=None, fill=0.0, expand=False, interpolation_mode="nearest") -> Made:
     """Pictures [N, H, W, C] turned counter-clockwise by degrees, around their middle or an element (x, y).
 
     What comes from outside of the picture is `fill`.
@@ -111,12 +103,12 @@ def _points_label(count: int) -> tuple[str, ...]:
 @op("experimental.fused_msda")
 def fused_msda(
     value: Tensor,
-    sampling_locations: Tensor,
-    attention_weights: Tensor,
-    spatial_shapes: Sequence[Sequence[int]],
+    sampling_locations,
+    attention_weights,
+    spatial_shapes,
     *,
-    align_corners: bool = False,
-    locations_in_grid_space: bool = False,
+    align_corners=False,
+    locations_in_grid_space=False,
 ) -> Made:
     """Deformable attention over pictures of several sizes: [B, all places, heads, D], read at points, gives
     [B, Q, heads * D].
@@ -133,13 +125,13 @@ def fused_msda(
 @op("experimental.fused_msda_from_offsets")
 def fused_msda_from_offsets(
     value: Tensor,
-    reference_points: Tensor,
-    sampling_offsets: Tensor,
-    attention_weights: Tensor,
-    spatial_shapes: Sequence[Sequence[int]],
+    reference_points,
+    sampling_offsets,
+    attention_weights,
+    spatial_shapes,
     *,
-    reference_mode: str = "level",
-    align_corners: bool = False,
+    reference_mode="level",
+    align_corners=False,
 ) -> Made:
     """`fused_msda` at reference points [B, Q, levels, 2], from 0 to 1, plus offsets in elements of their level."""
     name = "experimental.fused_msda_from_offsets"

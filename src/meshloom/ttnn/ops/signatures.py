@@ -15,6 +15,7 @@ from typing import Any
 
 from meshloom.errors import ArgumentError, UnsupportedError, closest
 from meshloom.ttnn.device.cores import CoreCoord, CoreGrid, CoreRangeSet
+from meshloom.ttnn.ops.arguments import annotate
 from meshloom.ttnn.ops.configs import DeviceComputeKernelConfig, ProgramConfig
 from meshloom.ttnn.tensor.formats import DataType, Layout, Tile
 from meshloom.ttnn.tensor.memory import MemoryConfig
@@ -56,7 +57,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
 
 # Where an op of the original takes something else under such a name: one number of links for every dim.
 OWN_CHECKS: dict[str, dict[str, Callable[[Any], bool]]] = {
-    "experimental.neighbor_pad_async": {"num_links": _are_numbers},
+    "experimental.neighbor_pad_async": {"num_links": _are_numbers}
 }
 
 
@@ -205,12 +206,14 @@ class Binding:
         self.is_open = inspect.Parameter.VAR_KEYWORD in kinds and not self.more
         at = [each.name for each in own if each.kind is _ORDERED and each.name != "kind"]
         several = [self._split(form) for name in self.names for form in forms().get(name, ())]
+        listed = dict.fromkeys(argument for form in several for group in form for argument in group)
         several.append(([], self.also.split()))
         known = {argument for form in several for group in form for argument in group}
         mine = {each.name for each in own if each.kind in _NAMED}
         passed = {each.name for each in self._passed_on()}
         self.kinded = "kind" in mine | passed
-        takes: dict[str, str | None] = dict.fromkeys((mine | passed & known) - {"kind"}, "")
+        taken = (mine | passed & known) - {"kind"}
+        takes: dict[str, str | None] = {each: "" for each in (*listed, *sorted(taken - listed.keys())) if each in taken}
         self.order = at
         for ordered, named in several:
             for argument in (*ordered, *named):
@@ -258,9 +261,10 @@ class Binding:
         if self.plain < 0:
             self.read()
         found = inspect.signature(self.function)
-        own = {each.name: each for each in (*self._passed_on(), *found.parameters.values()) if each.name != "kind"}
+        named_here = (*self._passed_on(), *found.parameters.values())
+        own = {each.name: annotate(each) for each in named_here if each.name != "kind"}
         var = [each for each in own.values() if each.kind is inspect.Parameter.VAR_POSITIONAL]
-        named = [name for name in (*own, *self.takes) if name in self.takes and name not in self.order]
+        named = [name for name in self.takes if name not in self.order]
         listed = [*_with_defaults((own.get(name) or _other(name)).replace(kind=_ORDERED) for name in self.order), *var]
         listed += [own.get(name) or _other(name) for name in dict.fromkeys(named)]
         listed += [each for each in own.values() if each.kind is inspect.Parameter.VAR_KEYWORD and self.is_open]

@@ -24,15 +24,7 @@ from meshloom.ttnn.tensor.tensor import Tensor
     "experimental.padded_slice",  # padding up to whole shards of a core is derived from the memory config
     spelled={f"{kind}slice_{end}": f"{end}s" for kind in ("", "padded_") for end in ("start", "end", "step")},
 )
-def slice_(
-    input_tensor: Tensor,
-    starts: Sequence[int] | Tensor,
-    ends: Sequence[int] | Tensor,
-    steps: Sequence[int] | None = None,
-    *,
-    slice_dim: int | None = None,
-    num_devices: int | None = None,
-) -> Made:
+def slice_(input_tensor, starts, ends, steps=None, *, slice_dim=None, num_devices=None) -> Made:
     """The elements from start to end of every dim, in steps. Tensors as starts and ends may differ between devices."""
     (block,) = blocks_of("slice", input_tensor)
     if isinstance(starts, Tensor) and isinstance(ends, Tensor):
@@ -119,7 +111,7 @@ def take_along(block: Block, index: Block, axes: int, dim: int) -> Block:
 
 @op("experimental.slice_write")
 def slice_write(
-    input_tensor: Tensor, output_tensor: Tensor, start: Sequence[int], end: Sequence[int], step: Sequence[int]
+    input_tensor, output_tensor: Tensor, start: Sequence[int], end: Sequence[int], step: Sequence[int]
 ) -> Tensor:
     """Write a tensor into a slice of another, in place."""
     _, (values, _) = operands("experimental.slice_write", input_tensor, output_tensor)
@@ -138,7 +130,7 @@ def slice_write(
 
 
 @op("narrow")
-def narrow(input_tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
+def narrow(input_tensor, dim, start: int, length) -> Tensor:
     """So many elements of one dim, from a start on."""
     shape = tuple(input_tensor.shape)
     place = axis_of("narrow", dim, len(shape))
@@ -149,7 +141,7 @@ def narrow(input_tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
 
 
 @op("split")
-def split(input_tensor: Tensor, split_size: int | Sequence[int], dim: int = 0) -> list[Made]:
+def split(input_tensor, split_size: int | Sequence[int], dim=0) -> list[Made]:
     """Pieces along a dim, of one size (the last may be smaller) or of the sizes given."""
     (block,) = blocks_of("split", input_tensor)
     place = axis_of("split", dim, len(input_tensor.shape))
@@ -163,7 +155,7 @@ def split(input_tensor: Tensor, split_size: int | Sequence[int], dim: int = 0) -
 
 
 @op("chunk")
-def chunk(input_tensor: Tensor, chunks: int, dim: int) -> list[Made]:
+def chunk(input_tensor, chunks, dim) -> list[Made]:
     """So many pieces along a dim, or fewer if its size runs out."""
     (block,) = blocks_of("chunk", input_tensor)
     place = axis_of("chunk", dim, len(input_tensor.shape))
@@ -182,7 +174,7 @@ def _pieces(tensor: Tensor, blocks: Sequence[Block]) -> list[Made]:
 
 
 @op("concat")
-def concat(tensors: Sequence[Tensor], dim: int = 0, *, groups: int = 1) -> Made:
+def concat(tensors, dim=0, *, groups=1) -> Made:
     """Tensors one after the other along a dim; with groups, the first piece of each, then the second of each..."""
     first, place, blocks = _alike("concat", tensors, dim, 0)
     axes = len(first.grid)
@@ -205,7 +197,7 @@ def concat(tensors: Sequence[Tensor], dim: int = 0, *, groups: int = 1) -> Made:
 
 
 @op("stack")
-def stack(input_tensors: Sequence[Tensor], dim: int) -> Made:
+def stack(input_tensors, dim) -> Made:
     """Tensors one after the other along a new dim."""
     first, place, blocks = _alike("stack", input_tensors, dim, 1)
     axes = len(first.grid)
@@ -254,12 +246,7 @@ def _others(tensor: Tensor, place: int) -> tuple[int, ...]:
 
 @op("pad")
 def pad(
-    input_tensor: Tensor,
-    padding: Sequence[Any] | None = None,
-    input_tensor_start: Sequence[int] | float | None = None,
-    value: float = 0.0,
-    *,
-    output_padded_shape: Sequence[int] | None = None,
+    input_tensor, padding: Sequence[Any] | None = None, input_tensor_start=None, value=0.0, *, output_padded_shape=None
 ) -> Made:
     """A value before and after the elements of dims: pairs for the last dims, or a shape and where the tensor starts.
 

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
+
+from torch.nn import functional as F
 
 from meshloom.errors import OperandError
 from meshloom.ttnn.ops.block_moves import whole
@@ -49,10 +52,25 @@ def around(padding: int | Sequence[int]) -> Around:
     return (sizes[0], sizes[0], sizes[1], sizes[1])
 
 
-def torch_order(padding: Around) -> tuple[int, int, int, int]:
-    """As torch's pad takes it: left, right, top, bottom."""
-    top, bottom, left, right = padding
-    return (left, right, top, bottom)
+class Window:
+    """Windows over pictures: their size, their steps, what is around the pictures, and how far apart places are."""
+
+    def __init__(self, *, kernel_size, stride, padding, dilation=(1, 1), ceil_mode=False) -> None:
+        self.kernel, self.steps, self.holes = (whole(each, 2) for each in (kernel_size, stride, dilation))
+        self.edges, self.ceil = around(padding), ceil_mode
+
+    def count(self, height: int, width: int) -> tuple[int, int]:
+        """How many there are down and across."""
+        top, bottom, left, right = self.edges
+        return (
+            windows(height, self.kernel[0], self.steps[0], top, bottom, self.holes[0], self.ceil),
+            windows(width, self.kernel[1], self.steps[1], left, right, self.holes[1], self.ceil),
+        )
+
+    def pad(self, pictures: Block, **how: Any) -> Block:
+        """Pictures [..., H, W] with what is around them."""
+        top, bottom, left, right = self.edges
+        return F.pad(pictures, (left, right, top, bottom), **how) if any(self.edges) else pictures
 
 
 def windows(size: int, kernel: int, stride: int, before: int, after: int, dilation: int = 1, ceil: bool = False) -> int:

@@ -53,23 +53,20 @@ def _tensor(given: object) -> Tensor | None:
 
 
 @op("experimental.fft")
-def fft(input_real: Tensor, input_imag: Tensor | str | None = None, precision: str = PRECISE) -> Two:
+def fft(input_real, input_imag: Tensor | str | None = None, precision=PRECISE) -> Two:
     """The Fourier transform of every row, as real and imaginary parts."""
     return _transform("experimental.fft", input_real, _tensor(input_imag), None)
 
 
 @op("experimental.ifft")
-def ifft(spectrum_real: Tensor, spectrum_imag: Tensor, precision: str = PRECISE) -> Two:
+def ifft(spectrum_real, spectrum_imag, precision=PRECISE) -> Two:
     """The inverse Fourier transform of every row: that of its transform is the row."""
     return _transform("experimental.ifft", spectrum_real, spectrum_imag, None, torch.fft.ifft)
 
 
 @op("experimental.bluestein_fft")
 def bluestein_fft(
-    input_real: Tensor,
-    input_imag: Tensor | int | None = None,
-    N: int | str | None = None,
-    precision: str = PRECISE,
+    input_real, input_imag: Tensor | int | None = None, N: int | str | None = None, precision=PRECISE
 ) -> Two:
     """The Fourier transform of rows of any length N."""
     size = input_imag if isinstance(input_imag, int) else N if isinstance(N, int) else None
@@ -78,11 +75,7 @@ def bluestein_fft(
 
 @op("experimental.fft_three_pass")
 def fft_three_pass(
-    input_real: Tensor,
-    input_imag: Tensor | int | None = None,
-    full_N: int | str | None = None,
-    precision: str = PRECISE,
-    inverse: bool = False,
+    input_real, input_imag: Tensor | int | None = None, full_N=None, precision=PRECISE, inverse=False
 ) -> Two:
     """The Fourier transform of long rows, or the inverse one."""
     size = input_imag if isinstance(input_imag, int) else full_N if isinstance(full_N, int) else None
@@ -91,7 +84,7 @@ def fft_three_pass(
 
 
 @op("experimental.apply_twiddles")
-def apply_twiddles(input_real: Tensor, input_imag: Tensor, N1: int, N2: int) -> Two:
+def apply_twiddles(input_real, input_imag: Tensor, N1, N2) -> Two:
     """Matrices [..., N1, N2] times exp(-2 pi i * row * column / (N1 * N2)), between the two passes of a transform."""
     name = "experimental.apply_twiddles"
     block, given = _complex(name, input_real, input_imag)
@@ -104,7 +97,7 @@ def apply_twiddles(input_real: Tensor, input_imag: Tensor, N1: int, N2: int) -> 
 
 
 @op("experimental.complex_mul")
-def complex_mul(a_real: Tensor, a_imag: Tensor, b_real: Tensor, b_imag: Tensor) -> Two:
+def complex_mul(a_real, a_imag, b_real, b_imag) -> Two:
     """The products of complex numbers."""
     name = "experimental.complex_mul"
     first, left = _complex(name, a_real, a_imag)

@@ -6,14 +6,12 @@ A state is kept in float32. What hardware does in chunks is done token by token 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from meshloom.errors import OperandError
 from meshloom.ttnn.ops.calling import Made, make, op, operands, shared_coords
 from meshloom.ttnn.ops.topologies import moves, rows, same, topology_of
-from meshloom.ttnn.tensor.formats import MathFidelity
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import Tensor
 
@@ -23,7 +21,7 @@ LATENT = 32  # the elements of a state that belong to one column
 
 
 @op("experimental.prefix_scan")
-def prefix_scan(a: Tensor, bx: Tensor, h_prev: Tensor, *, math_fidelity: MathFidelity | None = None) -> Made:
+def prefix_scan(a, bx, h_prev, *, math_fidelity=None) -> Made:
     """h[t] = a[t] * h[t - 1] + bx[t] along [1, 1, L, W], from h_prev [1, 1, 1, W] on."""
     name = "experimental.prefix_scan"
     _, (factors, terms, state) = operands(name, a, bx, h_prev)
@@ -38,7 +36,7 @@ def prefix_scan(a: Tensor, bx: Tensor, h_prev: Tensor, *, math_fidelity: MathFid
 
 
 @op("experimental.hc_sum_reduce")
-def hc_sum_reduce(input: Tensor, *, math_fidelity: MathFidelity | None = None) -> Made:
+def hc_sum_reduce(input, *, math_fidelity=None) -> Made:
     """The sum of every 32 neighbours of the last dim: [1, 1, L, 32 * E] gives [1, 1, L, E]."""
     name = "experimental.hc_sum_reduce"
     _, (block,) = operands(name, input)
@@ -48,7 +46,7 @@ def hc_sum_reduce(input: Tensor, *, math_fidelity: MathFidelity | None = None) -
 
 
 @op("experimental.repeat_and_interleave_eltwise_mul")
-def repeat_and_interleave_eltwise_mul(a: Tensor, b: Tensor, *, math_fidelity: MathFidelity | None = None) -> Made:
+def repeat_and_interleave_eltwise_mul(a, b, *, math_fidelity=None) -> Made:
     """a * b, of a width of 32 * E: `a` of width 32 is repeated E times, every element of a `b` of width E 32 times."""
     name = "experimental.repeat_and_interleave_eltwise_mul"
     _, (x, y) = operands(name, a, b)
@@ -73,11 +71,11 @@ def _delta_rule(
     name: str,
     tensors: list[Tensor],
     *,
-    scale: float | None = None,
+    scale=None,
     initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm: bool = False,
-    output_head_major: bool = False,
+    output_final_state=False,
+    use_qk_l2norm=False,
+    output_head_major=False,
 ) -> tuple[Made, Made | None]:
     """Queries and keys [B, T, H, K], values [B, T, V heads, V], g and beta [B, T, V heads].
 
@@ -140,25 +138,19 @@ def _recur(blocks: Sequence[Block], state: Block) -> tuple[Block, Block]:
     refuses="initial_state_block_idx output_per_token_state",
     instead="output_final_state=True",
 )
-def fused_recurrent_gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **how: Any
-) -> tuple[Made, Made | None]:
+def fused_recurrent_gated_delta_rule(q, k: Tensor, v, g, beta, **how) -> tuple[Made, Made | None]:
     """A state [B, HV, K, V] that forgets by exp(g) and learns by beta: every token's output, and the last state."""
     return _delta_rule("transformer.fused_recurrent_gated_delta_rule", [q, k, v, g, beta], **how)
 
 
 @op("transformer.chunk_gated_delta_rule", more=_delta_rule, drops="chunk_size")
-def chunk_gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **how: Any
-) -> tuple[Made, Made | None]:
+def chunk_gated_delta_rule(q, k: Tensor, v, g, beta, **how) -> tuple[Made, Made | None]:
     """`fused_recurrent_gated_delta_rule` for long sequences; heads come before tokens with `output_head_major`."""
     return _delta_rule("transformer.chunk_gated_delta_rule", [q, k, v, g, beta], **how)
 
 
 @op("experimental.kda.sigmoid_gated_rms_norm")
-def sigmoid_gated_rms_norm(
-    input: Tensor, gate: Tensor, weight: Tensor, num_heads: int, *, epsilon: float = 1e-05, gate_column_offset: int = 0
-) -> Made:
+def sigmoid_gated_rms_norm(input, gate, weight, num_heads, *, epsilon=1e-05, gate_column_offset=0) -> Made:
     """The norm of every head of [..., heads * D] times a weight of [D], times the sigmoid of the gate's columns."""
     name = "experimental.kda.sigmoid_gated_rms_norm"
     _, (block, gates, factors) = operands(name, input, gate, weight)

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import enum
 import math
 
 import torch
 
 from meshloom.errors import OperandError
+from meshloom.ttnn.choices import Choice
 from meshloom.ttnn.ops.block_moves import inside, row_offsets, spread, take_rows
 from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
 from meshloom.ttnn.ops.topologies import einsum, rows as row_texts, topology_of
 from meshloom.ttnn.tensor.formats import Layout
 from meshloom.ttnn.tensor.parts import Block
-from meshloom.ttnn.tensor.tensor import Tensor
 
 __all__ = ["EmbeddingsType"]
 
 
-class EmbeddingsType(enum.Enum):
+class EmbeddingsType(Choice):
     """What is known of a table of embeddings; only `PADDED` with `padding_idx` changes a result: that row is read."""
 
-    GENERIC = 0
-    PADDED = 1
-    BINARY = 2
-
-    __repr__ = enum.Enum.__str__
+    GENERIC, PADDED, BINARY = range(3)
 
 
 @op("embedding")
-def embedding(input_tensor: Tensor, weight: Tensor) -> Made:
+def embedding(input_tensor, weight) -> Made:
     """Rows of a table by number: [B, S] of a [V, H] gives [B, S, H], row-major unless a layout is asked for."""
     _, (given, table) = operands("embedding", input_tensor, weight)
     axes, wide = len(input_tensor.grid), table.shape[-1]
@@ -42,14 +37,9 @@ def embedding(input_tensor: Tensor, weight: Tensor) -> Made:
     rank, ones = len(input_tensor.shape), "." * (len(weight.shape) - 1)
     index = "abcdefg"[:rank] if numbers.dim() - axes == rank else "a..b"
     text = f"{index}, {ones}h -> {index.replace('.', '')}h"
-    return Made(
-        values,
-        weight,
-        topology_of(einsum(text, 1), input_tensor, weight, shape=values.shape[axes:]),
-        layout=Layout.ROW_MAJOR,
-        memory_config=input_tensor.memory_config(),
-        coords=shared_coords(input_tensor, weight),
-    )
+    label = topology_of(einsum(text, 1), input_tensor, weight, shape=values.shape[axes:])
+    memory, coords = input_tensor.memory_config(), shared_coords(input_tensor, weight)
+    return Made(values, weight, label, None, Layout.ROW_MAJOR, memory, coords=coords)
 
 
 def _numbers(index: Block, axes: int) -> Block:
@@ -60,7 +50,7 @@ def _numbers(index: Block, axes: int) -> Block:
 
 
 @op("embedding_bw")
-def embedding_bw(input_tensor: Tensor, weight_tensor: Tensor, output_gradient_tensor: Tensor) -> Made:
+def embedding_bw(input_tensor, weight_tensor, output_gradient_tensor) -> Made:
     """The gradient of a table: every row is the sum of the gradients of its uses. Shape [1, 1, V, H]."""
     given = operands("embedding_bw", input_tensor, weight_tensor, output_gradient_tensor)[1]
     axes, (rows, wide) = len(input_tensor.grid), given[1].shape[-2:]

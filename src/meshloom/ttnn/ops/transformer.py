@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.ttnn.ops.attending import attend, attention_topology, mask_of, read_pages, sink_of, within
-from meshloom.ttnn.ops.calling import Made, make, op, operands, shared_coords
+from meshloom.ttnn.ops.calling import Made, Optionals, make, op, operands, shared_coords
 from meshloom.ttnn.ops.heads import join_heads
 from meshloom.ttnn.ops.topologies import EACH
 from meshloom.ttnn.tensor.padding import fill_padding
@@ -35,11 +34,10 @@ class PagedCacheGeometryOverride:
         return bool(self.block_size or self.num_kv_heads)
 
 
-def out(
-    values: Block, tensors: Sequence[Tensor], name: str, q_dims: Sequence[int] = (0, 1, 2), placed: bool = False
-) -> Made:
+def out(values: Block, tensors: Sequence[Tensor], placed: bool = False) -> Made:
     """The result of attention of (q, k, v, others...), like q."""
-    return Made(values, tensors[0], attention_topology(tensors, q_dims, placed), coords=shared_coords(*tensors))
+    label = attention_topology(tensors, placed=placed)
+    return Made(values, tensors[0], label, coords=shared_coords(*tensors))
 
 
 def present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -63,35 +61,28 @@ def check(name: str, q: Tensor, k: Tensor, v: Tensor, heads: int) -> None:
 # whole sequences
 
 
-@op("transformer.scaled_dot_product_attention")
+_ATTENTION = Optionals("attn_mask scale", is_causal=True)
+_WINDOWS = Optionals("sliding_window_size cu_window_seqlens windowed_q_token_offset_tensor", windowed_q_token_offset=0)
+
+
+@op("transformer.scaled_dot_product_attention", more=(_ATTENTION, _WINDOWS))
 def scaled_dot_product_attention(
-    input_tensor_q: Tensor,
-    input_tensor_k: Tensor,
-    input_tensor_v: Tensor,
-    *,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = True,
-    scale: float | None = None,
-    sliding_window_size: int | None = None,
-    attention_sink: Tensor | None = None,
-    cu_window_seqlens: Tensor | None = None,
-    windowed_q_token_offset: int = 0,
-    windowed_q_token_offset_tensor: Tensor | None = None,
-    output_concat_heads: bool = False,
+    input_tensor_q, input_tensor_k, input_tensor_v, *, attention_sink=None, output_concat_heads=False, **how
 ) -> Made:
     """softmax(q @ k.T * scale + mask) @ v; causal unless said otherwise.
 
     A sliding window is the nearest `sliding_window_size` positions, half of them on each side if not causal. Windows of
     `cu_window_seqlens` see only themselves. A sink is multiplied by the scale like every logit.
     """
-    name = "transformer.scaled_dot_product_attention"
-    others = (attn_mask, attention_sink, cu_window_seqlens, windowed_q_token_offset_tensor)
+    name, (attn_mask, scale, is_causal) = "transformer.scaled_dot_product_attention", _ATTENTION(how)
+    window, bounds, offsets, offset = _WINDOWS(how)
+    others = (attn_mask, attention_sink, bounds, offsets)
     tensors = present(input_tensor_q, input_tensor_k, input_tensor_v, *others)
     q, k, v = operands(name, *tensors)[1][:3]
     check(name, input_tensor_q, input_tensor_k, input_tensor_v, input_tensor_q.shape[1])
     if input_tensor_q.shape[0] != input_tensor_k.shape[0]:
         raise OperandError(f"ttnn.{name}: batches of {input_tensor_q.shape[0]} and {input_tensor_k.shape[0]}")
-    axes, windowed = len(input_tensor_q.grid), cu_window_seqlens is not None
+    axes, windowed = len(input_tensor_q.grid), bounds is not None
     causal = is_causal and not windowed
     if causal and attn_mask is not None:
         raise OperandError(f"ttnn.{name}: is_causal=True and attn_mask exclude each other", fix="is_causal=False")
@@ -102,23 +93,12 @@ def scaled_dot_product_attention(
         )
     seen = None
     if windowed:
-        assert cu_window_seqlens is not None
-        seen = _same_window(q, k, axes, cu_window_seqlens, windowed_q_token_offset, windowed_q_token_offset_tensor)
-    elif sliding_window_size is not None:
-        seen = _near(q.shape[-2], k.shape[-2], sliding_window_size, causal)[(None,) * (axes + 2)]
-    values = attend(
-        q,
-        k,
-        v,
-        axes,
-        scale=scale,
-        causal=causal,
-        seen=seen,
-        bias=mask_of(attn_mask),
-        sink=None if attention_sink is None else sink_of(name, attention_sink.block, axes, input_tensor_q.shape[1]),
-    )
-    placed = causal or seen is not None
-    made = out(values, tensors, name, placed=placed)
+        seen = _same_window(q, k, axes, bounds, offset, offsets)
+    elif window is not None:
+        seen = _near(q.shape[-2], k.shape[-2], window, causal)[(None,) * (axes + 2)]
+    sink = None if attention_sink is None else sink_of(name, attention_sink.block, axes, input_tensor_q.shape[1])
+    values = attend(q, k, v, axes, scale=scale, causal=causal, seen=seen, bias=mask_of(attn_mask), sink=sink)
+    made = out(values, tensors, placed=causal or seen is not None)
     return join_heads("experimental.nlp_concat_heads", made.tensor(), True) if output_concat_heads else made
 
 
@@ -142,15 +122,15 @@ def _same_window(q: Block, k: Block, axes: int, bounds: Tensor, offset: int, off
 
 @op("transformer.joint_scaled_dot_product_attention")
 def joint_scaled_dot_product_attention(
-    input_tensor_q: Tensor,
-    input_tensor_k: Tensor,
-    input_tensor_v: Tensor,
-    joint_tensor_q: Tensor,
-    joint_tensor_k: Tensor,
-    joint_tensor_v: Tensor,
+    input_tensor_q,
+    input_tensor_k,
+    input_tensor_v,
+    joint_tensor_q,
+    joint_tensor_k,
+    joint_tensor_v,
     *,
-    joint_strategy: str = "rear",
-    scale: float | None = None,
+    joint_strategy="rear",
+    scale=None,
 ) -> tuple[Made, Made]:
     """Attention of two sequences as if one followed the other, without a mask; their results apart."""
     name = "transformer.joint_scaled_dot_product_attention"
@@ -164,8 +144,8 @@ def joint_scaled_dot_product_attention(
     q, k, v = (torch.cat(pair, dim=-2) for pair in zip(wide[:3], wide[3:], strict=True))
     values = attend(q, k, v, axes, scale=scale)
     return (
-        out(values[..., :length, :].contiguous(), (*first, *second), name),
-        out(values[..., length:, :].contiguous(), (*second, *first), name),
+        out(values[..., :length, :].contiguous(), (*first, *second)),
+        out(values[..., length:, :].contiguous(), (*second, *first)),
     )
 
 
@@ -180,10 +160,10 @@ def _chunk(
     width: int | None = None,
     *,
     chunk_start_idx_tensor: Tensor | None = None,
-    scale: float | None = None,
-    paged_cache_geometry: PagedCacheGeometryOverride | None = None,
-    sliding_window_size: int | None = None,
-    attention_sink: Tensor | None = None,
+    scale=None,
+    paged_cache_geometry=None,
+    sliding_window_size=None,
+    attention_sink=None,
 ) -> Made:
     tensors = present(*three, table, chunk_start_idx_tensor, attention_sink)
     q, k, v, pages = operands(name, *tensors)[1][:4]
@@ -202,26 +182,14 @@ def _chunk(
         raise ArgumentError(f"ttnn.{name}: chunk_start_idx or chunk_start_idx_tensor")
     rows = (first + torch.arange(q.shape[-2])).unsqueeze(-1)
     seen = within(torch.arange(keys.shape[-2]), rows, sliding_window_size)
-    found = attend(
-        q,
-        keys,
-        values,
-        axes,
-        scale=scale,
-        seen=seen.reshape(*seen.shape[:axes], 1, 1, *seen.shape[axes:]),
-        sink=None if attention_sink is None else sink_of(name, attention_sink.block, axes, three[0].shape[1]),
-    )
-    return out(found, tensors, name, placed=True)
+    seen = seen.reshape(*seen.shape[:axes], 1, 1, *seen.shape[axes:])
+    sink = None if attention_sink is None else sink_of(name, attention_sink.block, axes, three[0].shape[1])
+    return out(attend(q, keys, values, axes, scale=scale, seen=seen, sink=sink), tensors, placed=True)
 
 
 @op("transformer.chunked_scaled_dot_product_attention", more=_chunk)
 def chunked_scaled_dot_product_attention(
-    input_tensor_q: Tensor,
-    input_tensor_k: Tensor,
-    input_tensor_v: Tensor,
-    page_table_tensor: Tensor,
-    chunk_start_idx: int | None = None,
-    **how: Any,
+    input_tensor_q, input_tensor_k, input_tensor_v, page_table_tensor, chunk_start_idx=None, **how
 ) -> Made:
     """Causal attention of a chunk of a sequence, at `chunk_start_idx`, over all of it up to there in pages."""
     three = (input_tensor_q, input_tensor_k, input_tensor_v)
@@ -232,19 +200,12 @@ def chunked_scaled_dot_product_attention(
 # latent keys, whose first elements are the values
 
 
-@op("transformer.flash_mla_prefill")
+@op("transformer.flash_mla_prefill", more=_ATTENTION)
 def flash_mla_prefill(
-    input_tensor_q: Tensor,
-    input_tensor_k: Tensor,
-    head_dim_v: int | Tensor | None = None,
-    *,
-    input_tensor_v: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = True,
-    scale: float | None = None,
+    input_tensor_q, input_tensor_k, head_dim_v: int | Tensor | None = None, *, input_tensor_v=None, **how
 ) -> Made:
     """Attention whose values are the first `head_dim_v` elements of its keys, or given apart."""
-    name = "transformer.flash_mla_prefill"
+    name, (attn_mask, scale, is_causal) = "transformer.flash_mla_prefill", _ATTENTION(how)
     value = head_dim_v if isinstance(head_dim_v, Tensor) else input_tensor_v
     width = head_dim_v if isinstance(head_dim_v, int) else None
     tensors = present(input_tensor_q, input_tensor_k, value if value is not None else input_tensor_k, attn_mask)
@@ -255,18 +216,12 @@ def flash_mla_prefill(
     found = attend(
         q, k, v[..., :width], len(input_tensor_q.grid), scale=scale, causal=is_causal, bias=mask_of(attn_mask)
     )
-    return out(found, tensors, name, placed=is_causal)
+    return out(found, tensors, placed=is_causal)
 
 
 @op("transformer.chunked_flash_mla_prefill")
 def chunked_flash_mla_prefill(
-    input_tensor_q: Tensor,
-    input_tensor_k: Tensor,
-    head_dim_v: int,
-    page_table_tensor: Tensor,
-    chunk_start_idx: int,
-    *,
-    scale: float | None = None,
+    input_tensor_q, input_tensor_k, head_dim_v, page_table_tensor, chunk_start_idx, *, scale=None
 ) -> Made:
     """`flash_mla_prefill` of a chunk over pages."""
     name = "transformer.chunked_flash_mla_prefill"
@@ -278,13 +233,13 @@ def chunked_flash_mla_prefill(
 
 
 @op("transformer.attention_softmax")
-def attention_softmax(tensor: Tensor, *, head_size: int | None = None, attention_mask: Tensor | None = None) -> Made:
+def attention_softmax(tensor, *, head_size=None, attention_mask=None) -> Made:
     """softmax(x / sqrt(head_size) + mask) over the last dim."""
     return _softmax("transformer.attention_softmax", tensor, head_size, attention_mask)
 
 
 @op("transformer.attention_softmax_")
-def attention_softmax_(tensor: Tensor, *, head_size: int | None = None, attention_mask: Tensor | None = None) -> Made:
+def attention_softmax_(tensor, *, head_size=None, attention_mask=None) -> Made:
     """`attention_softmax` in place."""
     return _softmax("transformer.attention_softmax_", tensor, head_size, attention_mask).into(tensor)
 

@@ -8,14 +8,13 @@ are filled up with zeros to an alignment.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch.nn import functional as F
 
 from meshloom.errors import ArgumentError, OperandError
-from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.block_moves import fresh, whole
-from meshloom.ttnn.ops.calling import Made, op, operands, shared_coords
+from meshloom.ttnn.ops.calling import Made, Optionals, op, operands, shared_coords, take
 from meshloom.ttnn.ops.convolution import bring, fold_devices
 from meshloom.ttnn.ops.convolution_configs import Conv3dConfig
 from meshloom.ttnn.ops.topologies import moves, rows, topology_of
@@ -29,52 +28,30 @@ from meshloom.ttnn.tensor.topology import TensorTopology
 MODES = {"zeros": "constant", "replicate": "replicate"}  # padding modes, as torch's pad has them
 
 
-@op("experimental.conv3d")
-def conv3d(
-    *,
-    input_tensor: Tensor,
-    weight_tensor: Tensor,
-    device: MeshDevice | None = None,
-    bias_tensor: Tensor | None = None,
-    config: Conv3dConfig | None = None,
-    output_channels: int,
-    kernel_size: Sequence[int],
-    stride: Sequence[int] = (1, 1, 1),
-    padding: Sequence[int] = (0, 0, 0),
-    dilation: Sequence[int] = (1, 1, 1),
-    padding_mode: str = "zeros",
-    groups: int = 1,
-    halo_buffer: Tensor | None = None,
-    logical_h_mask: int = 0,
-    logical_w_mask: int = 0,
-    pad_offset_tensor: Tensor | None = None,
-    output_pad_h: int = 0,
-    output_pad_w: int = 0,
-    weight_lo_tensor: Tensor | None = None,
-) -> Made:
+_TENSORS = Optionals("device bias_tensor config")
+_WINDOW = Optionals(stride=(1, 1, 1), padding=(0, 0, 0), dilation=(1, 1, 1))
+_UNCOVERED = Optionals(
+    "halo_buffer pad_offset_tensor weight_lo_tensor", logical_h_mask=0, logical_w_mask=0, output_pad_h=0, output_pad_w=0
+)
+
+
+@op("experimental.conv3d", more=(_TENSORS, _WINDOW, _UNCOVERED))
+def conv3d(*, input_tensor, weight_tensor, output_channels, kernel_size, padding_mode="zeros", groups=1, **how) -> Made:
     """A convolution of [N, D, H, W, C]: [N, D', H', W', O]."""
-    name, how = "experimental.conv3d", config or Conv3dConfig()
-    _refuse(
-        name,
-        halo_buffer=halo_buffer,
-        logical_h_mask=logical_h_mask or None,
-        logical_w_mask=logical_w_mask or None,
-        pad_offset_tensor=pad_offset_tensor,
-        output_pad_h=output_pad_h or None,
-        output_pad_w=output_pad_w or None,
-        weight_lo_tensor=weight_lo_tensor,
-    )
+    name, (device, bias_tensor, config) = "experimental.conv3d", _TENSORS(how)
+    _refuse(name, take(_UNCOVERED, how))
+    config = config or Conv3dConfig()
     if padding_mode not in MODES:
         raise ArgumentError(f"ttnn.{name}: padding_mode={padding_mode!r}", fix=" or ".join(map(repr, MODES)))
-    kernel, steps, edges, holes = (whole(each, 3) for each in (kernel_size, stride, padding, dilation))
-    holes = whole(how.dilation, 3) if holes == (1, 1, 1) else holes
+    kernel, steps, edges, holes = (whole(each, 3) for each in (kernel_size, *_WINDOW(how)))
+    holes = whole(config.dilation, 3) if holes == (1, 1, 1) else holes
     tensors = [bring(each, device) for each in (input_tensor, weight_tensor, bias_tensor) if each is not None]
     tensor, weight = tensors[:2]
     _, (block, kernels, *biases) = operands(name, *tensors)
     axes = len(tensor.grid)
     if len(tensor.shape) != 5:
         raise OperandError(f"ttnn.{name} takes [N, D, H, W, C], not {list(tensor.shape)}")
-    unpacked = _unpack(name, kernels, weight, kernel, (output_channels, tensor.shape[-1], groups), how.C_in_block)
+    unpacked = _unpack(name, kernels, weight, kernel, (output_channels, tensor.shape[-1], groups), config.C_in_block)
 
     def convolve(volumes: Block, weights: Block, several: int) -> Block:
         around = [edge for each in reversed(edges) for edge in (each, each)]  # of the last dim first, as torch's pad
@@ -87,19 +64,14 @@ def conv3d(
     values = fresh(found.movedim(axes + 1, -1))
     for bias in biases:
         values = values + bias.float().flatten(axes).reshape(*bias.shape[:axes], 1, 1, 1, 1, -1)
-    return Made(
-        values,
-        tensor,
-        _topology(tensors, values.shape[axes:], several),
-        layout=how.output_layout,
-        memory_config=MemoryConfig(buffer_type=tensor.memory_config().buffer_type),
-        coords=shared_coords(*tensors),
-    )
+    label = _topology(tensors, values.shape[axes:], several)
+    memory = MemoryConfig(buffer_type=tensor.memory_config().buffer_type)
+    return Made(values, tensor, label, None, config.output_layout, memory, coords=shared_coords(*tensors))
 
 
-def _refuse(name: str, **arguments: object) -> None:
-    for argument, value in arguments.items():
-        if value is not None:
+def _refuse(name: str, uncovered: Mapping[str, object]) -> None:
+    for argument, value in uncovered.items():
+        if value is not None and not (isinstance(value, int) and value == 0):
             raise ArgumentError(f"ttnn.{name}: {argument} is not covered", fix="leave it out")
 
 
@@ -141,14 +113,7 @@ def _topology(tensors: Sequence[Tensor], shape: Sequence[int], groups: int) -> T
 
 
 @op("experimental.prepare_conv3d_weights")
-def prepare_conv3d_weights(
-    *,
-    weight_tensor: Tensor,
-    groups: int = 1,
-    C_in_block: int = 0,
-    alignment: int = 32,
-    device: MeshDevice | None = None,
-) -> Tensor:
+def prepare_conv3d_weights(*, weight_tensor, groups=1, C_in_block=0, alignment=32, device=None) -> Tensor:
     """Weights [O, I / groups, d, h, w] as the matrix that `conv3d` takes, on the device if one is named."""
     tensor = bring(weight_tensor, device)
     if len(tensor.shape) != 5:

@@ -13,23 +13,24 @@ from meshloom.errors import ArgumentError, OperandError
 from meshloom.mesh.process import number_of
 from meshloom.runtime import MeshCoordinate, MeshShape
 from meshloom.ttnn.device.mesh_device import MeshDevice
-from meshloom.ttnn.tensor.mappers import UNSET, check_dims, check_mesh, compute_distribution_to_mesh_mapping, overrides
+from meshloom.ttnn.tensor.mappers import (
+    UNSET,
+    check_count,
+    check_dims,
+    check_mesh,
+    compute_distribution_to_mesh_mapping,
+    overrides,
+)
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.topology import Placement, PlacementPartial, PlacementShard, TensorTopology
 
 if TYPE_CHECKING:
     from meshloom.ttnn.tensor.tensor import Tensor
 
-__all__ = [
-    "ConcatMesh2dToTensor",
-    "ConcatMeshToTensor",
-    "CppMeshToTensor",
-    "ListMeshToTensor",
-    "MeshComposerConfig",
-    "MeshToTensor",
-    "concat_mesh_to_tensor_composer",
-    "create_mesh_composer",
-]
+__all__ = (
+    "ConcatMesh2dToTensor ConcatMeshToTensor CppMeshToTensor ListMeshToTensor MeshComposerConfig MeshToTensor "
+    "concat_mesh_to_tensor_composer create_mesh_composer"
+).split()
 
 
 class MeshComposerConfig:
@@ -74,12 +75,7 @@ class MeshToTensor:
             return
         if mesh is not None:
             compute_distribution_to_mesh_mapping(self.shape, mesh.shape)
-        if len(self.shape) != len(config.dims):
-            raise OperandError(
-                f"The number of dimensions in the mesh shape {MeshShape(self.shape)} does not match the number of "
-                f"dimensions in the config {config}",
-                fix=f"give {len(self.shape)} dims",
-            )
+        check_count(self.shape, len(config.dims), "dimensions", config)
 
     def config(self) -> MeshComposerConfig:
         """The config it was made from."""

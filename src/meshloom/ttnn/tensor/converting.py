@@ -20,14 +20,13 @@ from meshloom.processes.divergence import is_compared, note_data
 from meshloom.runtime import MeshShape
 from meshloom.runtime.card_array import CardArray
 from meshloom.ttnn.device import queues
-from meshloom.ttnn.device.mesh_device import MeshDevice
-from meshloom.ttnn.ops.calling import op
+from meshloom.ttnn.ops.calling import Optionals, op
 from meshloom.ttnn.refusal_levels import refuse_addition, refuse_if
 from meshloom.ttnn.tensor.boxes import Grid, gather_parts
 from meshloom.ttnn.tensor.composers import ListMeshToTensor, MeshToTensor, whole
-from meshloom.ttnn.tensor.formats import DataType, Layout, Tile, rounded, ttnn_dtype_to_torch_dtype
+from meshloom.ttnn.tensor.formats import DataType, Layout, rounded, ttnn_dtype_to_torch_dtype
 from meshloom.ttnn.tensor.mappers import ReplicateTensorToMeshWrapper, TensorToMesh, mapper_of
-from meshloom.ttnn.tensor.memory import DRAM_MEMORY_CONFIG, MemoryConfig
+from meshloom.ttnn.tensor.memory import DRAM_MEMORY_CONFIG
 from meshloom.ttnn.tensor.parts import Block
 from meshloom.ttnn.tensor.tensor import TILE, Tensor
 from meshloom.ttnn.tensor.topology import ALONE
@@ -80,22 +79,20 @@ class ArgumentValueError(ArgumentError, ValueError):
 # from torch
 
 
-@op("from_torch")
+_OPTIONS = Optionals("spec tile pad_value cq_id", col_tilize=False)
+_UNREAD = Optionals(preserve_nan_values=False, enable_bfloat_opt=False)
+
+
+@op("from_torch", more=(_OPTIONS, _UNREAD))
 def from_torch(
     tensor: torch.Tensor | numpy.ndarray,
-    dtype: DataType | None = None,
+    dtype=None,
     *,
-    spec: Any = None,
-    tile: Tile | None = None,
-    pad_value: float | None = None,
-    layout: Layout | None = None,
-    device: MeshDevice | None = None,
-    memory_config: MemoryConfig | None = None,
-    mesh_mapper: TensorToMesh | None = None,
-    cq_id: int | None = None,
-    preserve_nan_values: bool = False,
-    col_tilize: bool = False,
-    enable_bfloat_opt: bool = False,
+    layout=None,
+    device=None,
+    memory_config=None,
+    mesh_mapper=None,
+    **how,
 ) -> Tensor:
     """A torch tensor (or numpy array) as parts of a mesh, or on the host; without a mapper every device gets all of it.
 
@@ -105,6 +102,7 @@ def from_torch(
     >>> x.shape, x.tensor_topology().placements()
     (Shape([2, 8]), [PlacementShard(0)])
     """
+    spec, tile, pad_value, cq_id, col_tilize = _OPTIONS(how)
     if isinstance(tensor, numpy.ndarray):
         tensor = _from_numpy(tensor)
     if not isinstance(tensor, torch.Tensor):
@@ -165,8 +163,7 @@ def _infer_dtype(tensor: torch.Tensor) -> DataType:
     found = INFERRED.get(tensor.dtype)
     if found is None:
         raise DTypeError(
-            f"{tensor.dtype} has no counterpart among ttnn's dtypes",
-            fix="say which: from_torch(x, dtype=ttnn.float32)",
+            f"{tensor.dtype} has no counterpart among ttnn's dtypes", fix="say which: from_torch(x, dtype=ttnn.float32)"
         )
     return found
 
@@ -202,45 +199,25 @@ def converted(block: Block, kind: DataType, source: torch.Tensor | None = None, 
 
 
 def from_data(
-    data: Any,
-    shape: Any = None,
-    dtype: Any = None,
-    layout: Any = None,
-    *rest: Any,
-    data_type: DataType | None = None,
-    device: MeshDevice | None = None,
-    memory_config: MemoryConfig | None = None,
-    mem_config: MemoryConfig | None = None,
-    tile: Tile | None = None,
-    pad_value: float = 0.0,
-    mesh_mapper: TensorToMesh | None = None,
-    cq_id: int | None = None,
+    data: Any, shape: Any = None, dtype: Any = None, layout: Any = None, *rest: Any, data_type: Any = None, **how: Any
 ) -> Tensor:
-    """A tensor as TTNN's constructors make it: of another, of a list of numbers and a shape, or of an array."""
+    """A tensor as TTNN's constructors make it: of another, of a list of numbers and a shape, or of an array.
+
+    What else is told goes to `from_torch`; a memory config may be called `mem_config` too.
+    """
     if isinstance(data, Tensor):
         return data._like(data.block.clone())
+    given = {each: value for each, value in how.items() if value is not None}
+    if "mem_config" in given:
+        given.setdefault("memory_config", given.pop("mem_config"))
     if isinstance(data, (list, tuple)):
-        values = torch.tensor(data).reshape(tuple(shape))
-        kind = data_type or dtype
+        values, kind = torch.tensor(data).reshape(tuple(shape)), data_type or dtype
         extra = dict(zip(("device", "memory_config", "tile", "pad_value"), rest, strict=False))
     else:  # (array, data_type, device, layout, mem_config, tile)
         values = _from_numpy(data) if isinstance(data, numpy.ndarray) else torch.as_tensor(data)
-        kind, extra = data_type or shape, {}
-        device = device or dtype
-        memory_config = memory_config or mem_config or (rest[0] if rest else None)
-        tile = tile or (rest[1] if len(rest) > 1 else None)
-    found: Tensor = from_torch(
-        values,
-        kind,
-        layout=layout,
-        device=device or extra.get("device"),
-        memory_config=memory_config or extra.get("memory_config"),
-        tile=tile or extra.get("tile"),
-        pad_value=pad_value or extra.get("pad_value"),
-        mesh_mapper=mesh_mapper,
-        cq_id=cq_id,
-    )
-    return found
+        kind = data_type or shape
+        extra = dict(zip(("device", "memory_config", "tile"), (dtype, *rest), strict=False))
+    return from_torch(values, kind, layout=layout, **{**extra, **given})
 
 
 # to torch
@@ -248,13 +225,7 @@ def from_data(
 
 @op("to_torch", spelled={"dtype": "torch_dtype"})
 def to_torch(
-    tensor: Tensor,
-    torch_dtype: torch.dtype | None = None,
-    *,
-    torch_rank: int | None = None,
-    mesh_composer: Composer | None = None,
-    device: MeshDevice | None = None,
-    cq_id: int | None = None,
+    tensor, torch_dtype=None, *, torch_rank=None, mesh_composer=None, device=None, cq_id: int | None = None
 ) -> Any:
     """The whole as a torch tensor, put together by a composer, else as the label says.
 

@@ -30,11 +30,7 @@ from meshloom.ttnn.tensor.topology import ALONE, UNKNOWN, TensorTopology
 __all__ = ["from_device_bytes"]
 
 # The torch dtype of the elements of a device, where it is not the one that values are kept in.
-_HELD = {
-    DataType.UINT32: torch.uint32,
-    DataType.UINT16: torch.uint16,
-    DataType.FP8_E4M3: torch.float8_e4m3fn,
-}
+_HELD = {DataType.UINT32: torch.uint32, DataType.UINT16: torch.uint16, DataType.FP8_E4M3: torch.float8_e4m3fn}
 
 
 def read(tensor: Tensor, coordinate: Sequence[int] | None = None) -> bytes:

@@ -23,8 +23,7 @@ import torch
 from meshloom.errors import ArgumentError, MeshloomError, OperandError, expect
 from meshloom.runtime import MeshCoordinate
 from meshloom.ttnn.choices import Choice
-from meshloom.ttnn.device.mesh_device import MeshDevice
-from meshloom.ttnn.ops.calling import op
+from meshloom.ttnn.ops.calling import Optionals, op
 from meshloom.ttnn.tensor.boxes import agree, gather_parts
 from meshloom.ttnn.tensor.converting import from_torch
 from meshloom.ttnn.tensor.formats import DataType, Layout, Tile
@@ -65,9 +64,7 @@ def _path(file_name: str | os.PathLike[str]) -> Path:
 
 
 @op("dump_tensor")
-def dump_tensor(
-    file_name: str | os.PathLike[str], tensor: Tensor, *, mode: DumpTensorMode = DumpTensorMode.DISTRIBUTED_GATHER
-) -> None:
+def dump_tensor(file_name, tensor, *, mode: DumpTensorMode = DumpTensorMode.DISTRIBUTED_GATHER) -> None:
     """Write a tensor with its parts, its format and its label to a `.tensorbin` file."""
     path = _path(file_name)
     if not isinstance(tensor, Tensor):
@@ -126,7 +123,7 @@ def _placement_json(placement: Placement) -> dict[str, Any]:
 
 
 @op("load_tensor")
-def load_tensor(file_name: str | os.PathLike[str], *, device: MeshDevice | None = None) -> Tensor:
+def load_tensor(file_name, *, device=None) -> Tensor:
     """The tensor that `dump_tensor` wrote, on the host or on a mesh."""
     path = _path(file_name)
     with path.open("rb") as file:
@@ -295,23 +292,20 @@ def cache_path(cache_file_name: str | os.PathLike[str], dtype: DataType | None, 
     return Path(f"{cache_file_name}_dtype_{kind}_layout_{order}{SUFFIX}")
 
 
-@op("as_tensor")
+_CACHED = Optionals(
+    "memory_config cache_file_name preprocess mesh_mapper", cache_dump_mode=DumpTensorMode.DISTRIBUTED_GATHER
+)
+
+
+@op("as_tensor", more=_CACHED)
 def as_tensor(
-    tensor: torch.Tensor | None,
-    dtype: DataType | None = None,
-    *,
-    layout: Layout | None = Layout.ROW_MAJOR,
-    device: MeshDevice | None = None,
-    memory_config: MemoryConfig | None = None,
-    cache_file_name: str | os.PathLike[str] | None = None,
-    preprocess: Callable[[Any], Any] | None = None,
-    mesh_mapper: TensorToMesh | None = None,
-    cache_dump_mode: DumpTensorMode = DumpTensorMode.DISTRIBUTED_GATHER,
+    tensor: torch.Tensor | None, dtype=None, *, layout: Layout | None = Layout.ROW_MAJOR, device=None, **how
 ) -> Tensor:
     """As `from_torch`, but kept in a file: the next time it comes from there, with its placement.
 
     Replicated weights are kept once. A file that was made for another mesh or another mapper is made again.
     """
+    memory_config, cache_file_name, preprocess, mesh_mapper, cache_dump_mode = _CACHED(how)
     if device is not None and memory_config is None:
         raise OperandError("memory_config must be specified when device is specified", fix="ttnn.DRAM_MEMORY_CONFIG")
     mapper = mapper_of(mesh_mapper, device)

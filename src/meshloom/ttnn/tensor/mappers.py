@@ -32,19 +32,11 @@ from meshloom.ttnn.tensor.topology import (
     TensorTopology,
 )
 
-__all__ = [
-    "CppTensorToMesh",
-    "MeshMapperConfig",
-    "ReplicateTensorToMesh",
-    "ReplicateTensorToMeshWrapper",
-    "ShardTensor2dMesh",
-    "ShardTensorToMesh",
-    "TensorToMesh",
-    "compute_distribution_to_mesh_mapping",
-    "create_mesh_mapper",
-    "replicate_tensor_to_mesh_mapper",
-    "shard_tensor_to_mesh_mapper",
-]
+__all__ = (
+    "CppTensorToMesh MeshMapperConfig ReplicateTensorToMesh ReplicateTensorToMeshWrapper ShardTensor2dMesh "
+    "ShardTensorToMesh TensorToMesh compute_distribution_to_mesh_mapping create_mesh_mapper "
+    "replicate_tensor_to_mesh_mapper shard_tensor_to_mesh_mapper"
+).split()
 
 UNSET: Any = object()
 
@@ -159,6 +151,16 @@ def check_dims(dims: Sequence[int], rank: int) -> list[int]:
     return counted
 
 
+def check_count(shape: Sequence[int], count: int, what: str, config: object) -> None:
+    """An error unless a config has one placement or dim for every axis of a shape."""
+    if len(shape) != count:
+        raise OperandError(
+            f"The number of dimensions in the mesh shape {MeshShape(shape)} does not match the number of {what} in the "
+            f"config {config}",
+            fix=f"give {len(shape)} {what.replace('dimensions', 'dims')}",
+        )
+
+
 # mappers
 
 Coords = tuple[MeshCoordinate, ...]
@@ -173,12 +175,7 @@ class TensorToMesh:
         self.grid = mesh.grid
         self.shape = tuple(config.mesh_shape_override or self.grid)
         compute_distribution_to_mesh_mapping(self.shape, self.grid)
-        if len(self.shape) != len(config.placements):
-            raise OperandError(
-                f"The number of dimensions in the mesh shape {MeshShape(self.shape)} does not match the number of "
-                f"placements in the config {config}",
-                fix=f"give {len(self.shape)} placements",
-            )
+        check_count(self.shape, len(config.placements), "placements", config)
         _check_offset(config.mesh_offset_override, self.shape, self.grid)
 
     def config(self) -> MeshMapperConfig:

@@ -10,7 +10,6 @@ import torch
 
 from meshloom.errors import ArgumentError, OperandError
 from meshloom.runtime import MeshCoordinate
-from meshloom.ttnn.device.mesh_device import MeshDevice
 from meshloom.ttnn.ops.calling import op
 from meshloom.ttnn.tensor.boxes import gather_parts, held_shape, place_here
 from meshloom.ttnn.tensor.composers import MeshToTensor
@@ -22,7 +21,7 @@ from meshloom.ttnn.tensor.transfers import coordinates, move_to, share
 
 
 @op("get_device_tensors")
-def get_device_tensors(tensor: Tensor) -> list[Tensor]:
+def get_device_tensors(tensor) -> list[Tensor]:
     """One tensor for each device that holds a part, row-major; they share memory.
 
     On devices each still belongs to the mesh and has its label; on the host each stands alone.
@@ -58,7 +57,7 @@ def _check_alike(tensors: Sequence[Tensor]) -> None:
 
 
 @op("from_host_shards")
-def from_host_shards(tensors: Sequence[Tensor], mesh_shape: Sequence[int]) -> Tensor:
+def from_host_shards(tensors: Sequence[Tensor], mesh_shape) -> Tensor:
     """One tensor of the host whose parts are these, row-major over a mesh shape."""
     grid = tuple(mesh_shape)
     if len(tensors) != math.prod(grid):
@@ -77,7 +76,7 @@ def from_host_shards(tensors: Sequence[Tensor], mesh_shape: Sequence[int]) -> Te
 
 
 @op("combine_device_tensors")
-def combine_device_tensors(*, tensors: Sequence[Tensor]) -> Tensor:
+def combine_device_tensors(*, tensors) -> Tensor:
     """One tensor of the parts that these hold on one mesh. Those of one tensor keep sharing its memory."""
     _check_alike(tensors)
     first = tensors[0]
@@ -110,7 +109,7 @@ def _combine(
 
 
 @op("distribute_tensor")
-def distribute_tensor(tensor: Tensor, mapper: TensorToMesh, mesh_device: MeshDevice | None = None) -> Tensor:
+def distribute_tensor(tensor, mapper, mesh_device=None) -> Tensor:
     """A single tensor of the host as the parts of a mesh; on it, if it is named."""
     if not isinstance(mapper, TensorToMesh):
         raise ArgumentError(f"{mapper!r} is not a TensorToMesh", fix="unwrap() it, or ttnn.create_mesh_mapper")
@@ -126,7 +125,7 @@ def distribute_tensor(tensor: Tensor, mapper: TensorToMesh, mesh_device: MeshDev
 
 
 @op("aggregate_tensor")
-def aggregate_tensor(tensor: Tensor, composer: MeshToTensor) -> Tensor:
+def aggregate_tensor(tensor, composer) -> Tensor:
     """The parts of a tensor as one on the host, put together by a composer."""
     if not isinstance(composer, MeshToTensor):
         raise ArgumentError(f"{composer!r} is not a MeshToTensor", fix="ttnn.ConcatMeshToTensor(mesh_device, dim=0)")

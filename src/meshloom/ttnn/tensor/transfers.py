@@ -70,27 +70,14 @@ def move_to(
     if not isinstance(device, MeshDevice):
         raise ArgumentError(f"{device!r} is not a MeshDevice", fix="ttnn.open_mesh_device(ttnn.MeshShape(2, 4))")
     block, label, coords = lying(tensor, device)
-    made = tensor._like(
-        block.clone() if copies else block,
-        grid=device.grid,
-        topology=label,
-        device=device,
-        memory_config=memory_config,
-        coords=coords,
-    )
+    own, where = block.clone() if copies else block, {"grid": device.grid, "device": device, "coords": coords}
+    made = tensor._like(own, **where, topology=label, memory_config=memory_config)
     queues.transfer(made, cq_id, writes=True)
     return made
 
 
 @op("to_device")
-def to_device(
-    tensor: Tensor,
-    device: MeshDevice,
-    memory_config: MemoryConfig | None = None,
-    *,
-    queue_id: Queue = None,
-    cq_id: Queue = None,
-) -> Tensor:
+def to_device(tensor, device, memory_config=None, *, queue_id: Queue = None, cq_id: Queue = None) -> Tensor:
     """On a mesh: a single tensor on every device, parts each on its own. From another mesh it goes by the host."""
     check_tensor("to_device", tensor)
     if tensor.device() is device and memory_config in (None, tensor.memory_config()):
@@ -106,7 +93,7 @@ def share(tensor: Tensor, coords: tuple[MeshCoordinate, ...] | None = None) -> T
 
 
 @op("from_device")
-def from_device(tensor: Tensor, blocking: bool = True, *, queue_id: Queue = None, cq_id: Queue = None) -> Tensor:
+def from_device(tensor: Tensor, blocking=True, *, queue_id: Queue = None, cq_id: Queue = None) -> Tensor:
     """A copy on the host, with the same parts."""
     check_tensor("from_device", tensor)
     if tensor.device() is None:
@@ -126,7 +113,7 @@ def check_tensor(name: str, tensor: object) -> None:
 
 
 @op("copy_host_to_device_tensor")
-def copy_host_to_device_tensor(host_tensor: Tensor, device_tensor: Tensor, cq_id: Queue = None) -> None:
+def copy_host_to_device_tensor(host_tensor, device_tensor, cq_id: Queue = None) -> None:
     """Write a tensor of the host into one of the devices, which takes its label; a single part goes to all."""
     _check_pair("copy_host_to_device_tensor", host_tensor, device_tensor)
     device = device_tensor.device()
@@ -139,9 +126,7 @@ def copy_host_to_device_tensor(host_tensor: Tensor, device_tensor: Tensor, cq_id
 
 
 @op("copy_device_to_host_tensor")
-def copy_device_to_host_tensor(
-    device_tensor: Tensor, host_tensor: Tensor, blocking: bool = True, cq_id: Queue = None
-) -> None:
+def copy_device_to_host_tensor(device_tensor, host_tensor, blocking=True, cq_id: Queue = None) -> None:
     """Write a tensor of the devices into one of the host, which takes its label."""
     _check_pair("copy_device_to_host_tensor", host_tensor, device_tensor)
     _check_alike("Host tensor has different", host_tensor, device_tensor)

@@ -306,10 +306,8 @@ class ProcessCard(ImitatedCard):
     @property
     def is_lost(self) -> bool:
         """Whether its process has ended; `reset` gives it another one."""
-        self._check_owner()
-        with self._changed:
-            self._take_in()
-            return bool(self._lost)
+        self._hear()
+        return bool(self._lost)
 
     def end(self, reason: str) -> None:
         """End its process, whatever it is doing: the card is lost, for this reason."""
@@ -381,10 +379,14 @@ class ProcessCard(ImitatedCard):
     @property
     def is_busy(self) -> bool:
         """Whether a launch is under way on it."""
+        self._hear()
+        return bool(self._flying)
+
+    def _hear(self) -> None:
+        """Take in what its process has said by now."""
         self._check_owner()
         with self._changed:
             self._take_in()
-            return bool(self._flying)
 
     def reset(self) -> None:
         """A card as new, in another process: no faults, no delays, nothing running. Its memory stays."""

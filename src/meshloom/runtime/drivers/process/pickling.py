@@ -60,7 +60,7 @@ def dump_arguments(name: str, args: Mapping[str, Any]) -> bytes:
     try:
         return dump(dict(args))
     except Exception as error:
-        found = next((each for each, value in args.items() if not _goes(value)), "?")
+        found = next(_stuck(args), "?")
         raise ArgumentError(
             f"argument {found!r} of kernel {name!r} cannot go to the process of a card: {error}",
             fix="give numbers, texts, tuples or torch tensors",
@@ -133,13 +133,14 @@ def _culprit(function: Any, error: Exception) -> str:
     names, defaults, keywords, cells = state_of(function)
     free = {function.__code__.co_freevars[place]: value for place, value in cells.items()}
     held = {**names, **(keywords or {}), **free, "its defaults": defaults}
-    found = [name for name, value in held.items() if not _goes(value)]
-    return f"it refers to {found[0]}, {held[found[0]]!r:.60} ({error})" if found else str(error)
+    found = next(_stuck(held), None)
+    return str(error) if found is None else f"it refers to {found}, {held[found]!r:.60} ({error})"
 
 
-def _goes(value: object) -> bool:
-    try:
-        dump(value)
-    except Exception:
-        return False
-    return True
+def _stuck(values: Mapping[str, Any]) -> Iterator[str]:
+    """The names of values that cannot go along."""
+    for name, value in values.items():
+        try:
+            dump(value)
+        except Exception:
+            yield name
