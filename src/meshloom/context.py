@@ -231,16 +231,8 @@ class State(threading.local):
     keeps_scores = False  # attention without data writes all scores down, as a machine without a fused kernel does
     waiting: dict[int, Any] = {}  # leaves with sums that are told and not carried out, by id, of all threads
     asked: dict[int, Any] | None = None  # the sums of leaves whose gradients `torch.autograd.grad` gives
-
-    @property
-    def watching(self) -> bool:
-        """Whether communication is logged or restricted."""
-        return bool(self.logs) or self.is_restricted
-
-    @property
-    def is_restricted(self) -> bool:
-        """Whether communication may be refused or warned of."""
-        return self.policy is not None and self.policy.level != "allow"
+    is_restricted = False  # communication may be refused or warned of
+    watching = False  # communication is logged or restricted
 
     @contextmanager
     def changed(self, **values: object) -> Iterator[None]:
@@ -255,6 +247,8 @@ class State(threading.local):
     def _set(self, values: dict[str, object]) -> None:
         for name, value in values.items():
             setattr(self, name, value)
+        self.is_restricted = self.policy is not None and self.policy.level != "allow"
+        self.watching = bool(self.logs) or self.is_restricted
         special = self.watching or self.shadows is not None or self.output is not None or bool(self.chosen)
         self.plain = not special and self.machine is VIRTUAL and not self.checked
 

@@ -122,7 +122,7 @@ def test_a_client_that_is_killed_takes_ray_along(home):
 
 @needs_ray
 def test_workers_on_two_hosts_of_the_users_own_cluster_and_a_host_that_dies(home):
-    told = run_program(home, "RAY_health_check_failure_threshold=4 RAY_health_check_period_ms=500")
+    told = run_program(home, "RAY_health_check_failure_threshold=20 RAY_health_check_period_ms=500")
     assert told["too many"] == "the Ray cluster has 2 cores for 3 workers"
     assert told["sum"] == "15" and told["raylets"] == "2"
     assert "worker 1 of Cluster(workers=2) is lost" in told["lost"] and "its node has died" in told["lost"]

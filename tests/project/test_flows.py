@@ -8,7 +8,7 @@ import flows
 from test_rooms import ORDER
 
 # The most functions that each may enter: what DESIGN allows for the first two, what they have come to for the others.
-MOST = dict(zip(flows.FLOWS, (2, 120, 100, 32), strict=True))
+MOST = dict(zip(flows.FLOWS, (2, 80, 80, 30), strict=True))
 
 
 @pytest.mark.parametrize("title", flows.FLOWS)

@@ -27,23 +27,13 @@ BUCKET = 1 << 20  # elements of small gradients that travel together
 Kind = tuple[Group, torch.dtype]  # of gradients that may share a buffer
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class DeferredGradient:
     """The second leaf of a replicated leaf: what split work adds to its gradient waits here for the sum."""
 
     array: torch.Tensor
     group: Group
     under_way: list[torch.Tensor] = field(default_factory=list)  # parts that have left
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a part is not summed yet."""
-        return self.array.grad is not None or bool(self.under_way)
-
-    def drop(self) -> None:
-        """Forget what is waiting and what is under way."""
-        self.array.grad = None
-        self.under_way.clear()
 
 
 class DeferredGradients(list[DeferredGradient]):
@@ -53,7 +43,7 @@ class DeferredGradients(list[DeferredGradient]):
         return DeferredGradients, ()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class PendingSum:
     """A part of a gradient that is to be summed: of which leaf, if it is still there, and over which processes.
 
@@ -65,25 +55,10 @@ class PendingSum:
     under_way: list[torch.Tensor]  # parts that have left and were not dropped since
     leaf: torch.Tensor | None
 
-    @property
-    def gradient(self) -> torch.Tensor:
-        """The part of this process."""
-        assert self.array.grad is not None
-        return self.array.grad
-
-    @property
-    def kind(self) -> Kind:
-        """Gradients of one kind may share a buffer."""
-        return self.group, self.gradient.dtype
-
-    @property
-    def is_large(self) -> bool:
-        """Whether it travels by itself; with create_graph it belongs to the graph, and does."""
-        return self.gradient.numel() >= LARGE or self.gradient.requires_grad
-
     def take(self) -> torch.Tensor:
         """The part of this process, which leaves."""
-        part = self.gradient
+        part = self.array.grad
+        assert part is not None
         self.array.grad = None
         self.under_way.append(part)
         return part
@@ -116,6 +91,11 @@ class Bucket:
 def _begin_sum(part: torch.Tensor, group: Group) -> Callable[[], torch.Tensor]:
     """Begin the sum of every process's part, in the part's memory; of create_graph it belongs to the graph."""
     return (lambda: AllReduce.apply(part, group)) if part.requires_grad else wire.begin_sum(part, group)
+
+
+def _is_large(part: torch.Tensor) -> bool:
+    """Whether a gradient travels by itself; with create_graph it belongs to the graph, and does."""
+    return part.numel() >= LARGE or part.requires_grad
 
 
 _waiting: dict[int, PendingSum] = {}  # in the order of backward, which is the same on every process
@@ -193,7 +173,7 @@ def _defer(leaf: torch.Tensor, group: Group) -> DeferredGradient:
     array._is_deferred = True  # type: ignore[attr-defined]
     made = DeferredGradient(array, group)
     array.register_post_accumulate_grad_hook(_note(weakref.ref(leaf), group, made.under_way))
-    used = [each for each in _of(leaf) if each.array.data_ptr() == leaf.data_ptr() or each.is_waiting]
+    used = [each for each in _of(leaf) if each.array.data_ptr() == leaf.data_ptr() or _waits(each)]
     leaf._deferred = DeferredGradients([*used, made])  # type: ignore[attr-defined]
     return made
 
@@ -208,11 +188,12 @@ def _note(
         if held is not None and _has_hooks(held):
             array.grad = None
             raise _late_hooks(held)
-        if id(array) not in _waiting:
-            _waiting[id(array)] = PendingSum(array, group, under_way, held)
+        pending = _waiting.get(id(array))
+        if pending is None:
+            pending = _waiting[id(array)] = PendingSum(array, group, under_way, held)
         at_end_of_backward(_finish)
         if not state.accumulating and not state.is_restricted:
-            _send_full(_waiting[id(array)])
+            _send_full(pending)
 
     return note
 
@@ -239,31 +220,43 @@ def _late_hooks(leaf: torch.Tensor) -> GradientError:
 
 
 def drop(leaf: torch.Tensor) -> None:
-    """Forget what is waiting for a leaf."""
+    """Forget what is waiting for a leaf, and what is under way."""
     for each in _of(leaf):
-        each.drop()
+        each.array.grad = None
+        each.under_way.clear()
 
 
 def is_waiting(leaf: torch.Tensor) -> bool:
     """Whether parts of a leaf's gradient are not summed yet."""
-    return any(each.is_waiting for each in _of(leaf))
+    return any(map(_waits, _of(leaf)))
+
+
+def _waits(deferred: DeferredGradient) -> bool:
+    return deferred.array.grad is not None or bool(deferred.under_way)
 
 
 def _send_full(latest: PendingSum) -> None:
     """Send the latest part if it is large, or all small ones of its kind once they fill a bucket."""
-    if latest.is_large:
+    part = latest.array.grad
+    assert part is not None
+    if _is_large(part):
         _send([latest])
         return
-    kind = latest.kind
-    _filled[kind] = _filled.get(kind, 0) + latest.gradient.numel()
-    if _filled[kind] >= BUCKET:
+    kind = latest.group, part.dtype
+    _filled[kind] = filled = _filled.get(kind, 0) + part.numel()
+    if filled >= BUCKET:
         _filled[kind] = 0
-        _send(_small_ones(kind))
+        _send(_waiting_together()[kind])
 
 
-def _small_ones(kind: Kind) -> list[PendingSum]:
-    found = [each for each in _waiting.values() if each.array.grad is not None and not each.is_large]
-    return [each for each in found if each.kind == kind]
+def _waiting_together(only: Collection[int] | None = None) -> dict[object, list[PendingSum]]:
+    """What waits, by what travels together: a large part alone, small ones by kind; of some leaves only, by id."""
+    found: dict[object, list[PendingSum]] = {}
+    for each in _waiting.values():
+        part = each.array.grad
+        if part is not None and (only is None or id(each.leaf) in only):
+            found.setdefault(id(each) if _is_large(part) else (each.group, part.dtype), []).append(each)
+    return found
 
 
 def _send(sums: Sequence[PendingSum]) -> None:
@@ -276,15 +269,8 @@ def collect(only: Collection[int] | None = None) -> None:
     """Sum what is waiting over the processes and add it to the leaves' gradients; of some leaves only, by id."""
     for key in [key for key, each in _waiting.items() if each.array.grad is None]:  # dropped since
         del _waiting[key]
-    waiting = [each for each in _waiting.values() if only is None or id(each.leaf) in only]
-    small: dict[Kind, list[PendingSum]] = {}
-    for each in waiting:
-        if each.is_large:
-            _send([each])
-        else:
-            small.setdefault(each.kind, []).append(each)
-    for alike in small.values():
-        _send(alike)
+    for together in _waiting_together(only).values():
+        _send(together)
     _filled.clear()
     while _buckets:
         _buckets.pop(0).settle()

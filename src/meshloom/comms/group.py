@@ -89,7 +89,7 @@ class World:
 WORLD = World()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Group:
     """The devices along some axes of a mesh, its members, and the processes that hold them.
 
@@ -99,7 +99,7 @@ class Group:
 
     mesh: Mesh
     axes: tuple[int, ...]
-    handle: Any = field(default=None, init=False, compare=False)  # torch's group
+    handle: Any = field(default=None, init=False)  # torch's group
 
     def connect(self) -> None:
         """Have torch's group, if there is none yet: those along the same axes are made together."""

@@ -79,6 +79,8 @@ class SplitKernel(Kernel):
             return self._bring_weight(operand, steps)
         if group is None and alone is None:
             return bring
+        if group is not None and bring is None and alone is None:  # a replicated weight of split work
+            return partial(sum_gradient, group=group)
 
         def run(data: torch.Tensor) -> torch.Tensor:
             data = data if bring is None else bring(data)

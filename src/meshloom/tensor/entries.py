@@ -62,7 +62,7 @@ class Entry:
         """The results; if they have a backward that communicates, it is seen. `depth` is that of the program."""
         tracked = results.requires_grad if isinstance(results, torch.Tensor) else any(r.requires_grad for r in results)
         if tracked:
-            back = self.back()
+            back = self.back() if self._back is None else self._back
             if self.communicates_back:
                 return follow(self.op, back, results, tensors, is_written, depth)
         return results

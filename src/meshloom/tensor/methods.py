@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import torch
 
-from meshloom.comms.deferred import is_waiting
+from meshloom.comms.deferred import drop, is_waiting
 from meshloom.engines import private
 from meshloom.engines.kernel import function_of
 from meshloom.engines.layout import fill
@@ -307,7 +307,9 @@ def _place_like(value: Any, like: Topology) -> Tensor:
 
 def set_gradient(tensor: Tensor, value: object) -> None:
     """Replace a leaf's gradient; None takes it away."""
-    if value is None and state.plain and not state.waiting and not tensor.topology.mesh.is_split:
+    if value is None and state.plain and not state.waiting:
+        if tensor.topology.mesh.is_split:
+            drop(tensor._data)
         tensor._gradient = tensor._data.grad = None
         return
     tensor = shadow_of(tensor)
