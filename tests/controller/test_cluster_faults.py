@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import meshloom as loom
+from busy_machine import Patience
 from meshloom.controller import session as sessions
 from meshloom.controller.cluster import Cluster
 from meshloom.controller.starting import Starter
@@ -46,9 +47,9 @@ def pids_of(cluster: Cluster) -> list[int]:
 
 def check_gone(pids: list[int], patience: float = 15.0) -> None:
     """None of the processes is there any more."""
-    deadline = time.monotonic() + patience
+    waited = Patience()
     while left := [pid for pid in pids if is_running(pid)]:
-        assert time.monotonic() < deadline, f"processes {left} are left behind"
+        assert waited.seconds < patience, f"processes {left} are left behind"
         time.sleep(0.05)
 
 
@@ -62,10 +63,10 @@ def is_running(pid: int) -> bool:
 
 def raised_within(seconds: float, work: Callable[[], object]) -> BaseException:
     """The error that some work raises, in time."""
-    start = time.monotonic()
+    waited = Patience()
     with pytest.raises(loom.MeshloomError) as found:
         work()
-    assert time.monotonic() - start < seconds, f"after {time.monotonic() - start:.1f} s"
+    assert waited.seconds < seconds, f"after {waited.seconds:.1f} s"
     return found.value
 
 

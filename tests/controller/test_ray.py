@@ -135,7 +135,7 @@ def run_program(home: Path, variables: str) -> dict[str, str]:
     own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_TMPDIR": str(home)}
     environment = {**os.environ, **own, **dict(each.split("=") for each in variables.split())}
     done = subprocess.run(
-        [sys.executable, str(PROGRAMS / "ray_program.py")], env=environment, capture_output=True, text=True, timeout=150
+        [sys.executable, str(PROGRAMS / "ray_program.py")], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
