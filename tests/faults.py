@@ -21,6 +21,7 @@ from pathlib import Path
 
 import interpreters
 import ranks
+from busy_machine import Patience
 
 PROGRAM = Path(__file__).with_name("fault_program.py")
 _CHANCE = random.SystemRandom()  # a test that seeds `random` in two workers must not give both one port
@@ -183,8 +184,8 @@ def free_port() -> int:
 def wait_for(started: Sequence[Started], folder: Path, seconds: float = LIMIT) -> list[float]:
     """When each ended; an error, and an end by force, if one hangs or leaves a process behind."""
     ends: dict[int, float] = {}
-    deadline = time.monotonic() + seconds
-    while len(ends) < len(started) and time.monotonic() < deadline:
+    waited = Patience()
+    while len(ends) < len(started) and waited.seconds < seconds:
         for process in started:
             if process.pid not in ends and process.poll() is not None:
                 ends[process.pid] = time.time()
@@ -207,10 +208,10 @@ def end(started: Sequence[Started]) -> None:
 
 def wait_until(is_so: Callable[[], bool], started: Sequence[Started], folder: Path, seconds: float = LIMIT) -> None:
     """Wait for something that the processes bring about; an error, and their end, if they end or take too long."""
-    deadline = time.monotonic() + seconds
+    waited = Patience()
     while not is_so():
         is_early = any(process.poll() is not None for process in started)
-        if is_early or time.monotonic() > deadline:
+        if is_early or waited.seconds > seconds:
             said = "".join(each.read_text(errors="replace") for each in folder.rglob("*") if each.is_file())
             end(started)
             raise AssertionError(f"{'ended too early' if is_early else f'not within {seconds:g} s'}:\n{said}")

@@ -29,7 +29,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-TIMEOUT = 90.0
+TIMEOUT = 240.0  # a busy machine is no failure
 GRACE = 5.0  # how long the others may go on after a rank has failed: they may have something to say
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
