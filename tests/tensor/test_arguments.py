@@ -138,7 +138,7 @@ REFUSED: dict[str, tuple[Program, type[Exception]]] = {
         lambda x: x.__setitem__(torch.tensor([0]), torch.ones(4).double()),
         RuntimeError,
     ),
-    "a fill with more than a number": (lambda x: x.fill_(torch.ones(4)), RuntimeError),
+    "a fill with more than a number": (lambda x: x.fill_(x[0]), RuntimeError),
     "rsub of a truth value": (lambda x: torch.rsub(x, True, alpha=2), RuntimeError),
     "a word that tensor_split does not know": (lambda x: x.tensor_split(2, along=1), TypeError),
 }

@@ -173,6 +173,7 @@ def call_quickly(head: object, name: str, args: tuple[Any, ...], kwargs: dict[st
 
 _NUMBERS = frozenset((int, float))
 _BOUND = frozenset((int, type(None)))
+_DTYPE = {torch.dtype}
 
 
 def add_part(key: list[object], tensors: list[Tensor], datas: list[object], value: Any, kind: type) -> bool:
@@ -227,13 +228,7 @@ def _call_first(
         order = _order(found.tensors, tensors)
         if order is not None and (quick := _quick(name, found, result, order, len(args) + len(kwargs))) is not None:
             _remember(QUICK, key, quick)
-    elif (
-        args
-        and result is args[0]
-        and name in PURE
-        and not kwargs
-        and all(each.__class__ is torch.dtype for each in args[1:])
-    ):
+    elif args and result is args[0] and name in PURE and not kwargs and {*map(type, args[1:])} <= _DTYPE:
         _remember(QUICK, key, _return_itself)
     return result
 
