@@ -421,3 +421,29 @@ def test_a_state_that_lies_elsewhere_keeps_the_step_on_tensors(on_arrays):
     take_steps(dense, torch.optim.AdamW(dense, lr=0.05), 3)
     assert on_arrays == [False, True, False]
     check_equal(ours, dense)
+
+
+def test_a_state_without_a_momentum_yet_gets_one(on_arrays):
+    for held in (ours := parameters("rows")), (dense := dense_parameters()):
+        optimizer = torch.optim.SGD(held, lr=0.05, momentum=0.9)
+        # as older versions of torch saved it
+        empty = {i: {"momentum_buffer": None} for i in range(len(held))}
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": empty})
+        take_steps(held, optimizer, 4)
+        assert all(torch.is_tensor(optimizer.state[each]["momentum_buffer"]) for each in held)
+    assert on_arrays == [False, True, True, True]
+    check_equal(ours, dense)
+
+
+def test_complex_parameters_are_stepped_through_views_of_real_numbers():
+    start = torch.randn(5, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    dense = torch.nn.Parameter(start.clone())
+    ours = loom.Parameter(start.clone(), loom.open_mesh((2, 2)), "S(0), S(0)")
+    for held in (dense, ours):
+        optimizer = torch.optim.NAdam([held], lr=0.05)
+        optimizer.register_step_pre_hook(lambda *_: None)  # a step on tensors
+        for _ in range(3):
+            optimizer.zero_grad()
+            held.abs().square().sum().backward()
+            optimizer.step()
+    check_same([ours], [dense])

@@ -124,7 +124,14 @@ def padding_of(topology: Topology, device: torch.device) -> torch.Tensor | None:
 
 def leads_nowhere(data: torch.Tensor) -> bool:
     """Whether torch calls an array tracked to which no gradient leads: a view, made without them, of one with them."""
-    return data.requires_grad and data.grad_fn is None and data._is_view()
+    if not (data.requires_grad and data._is_view()):
+        return False
+    try:
+        return data.grad_fn is None
+    except RuntimeError:  # torch tells nothing of one that was written since it was made
+        if torch.is_grad_enabled():
+            raise
+        return True
 
 
 def tracked_nowhere(data: torch.Tensor) -> torch.Tensor:

@@ -21,8 +21,9 @@ R = Replicate()
 
 def normal_dim(dim: int, ndim: int, name: str = "dim") -> int:
     """The dim counted from the front; 0-d tensors count as having one dim, as in torch."""
-    if isinstance(dim, bool) or not isinstance(dim, int):
+    if isinstance(dim, bool) or not hasattr(dim, "__index__"):
         raise ArgumentError(f"{name} takes the number of a dim, not {dim!r}")
+    dim = dim.__index__()
     limit = max(ndim, 1)
     if not -limit <= dim < limit:
         raise ShapeError(

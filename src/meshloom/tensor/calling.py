@@ -59,7 +59,7 @@ def invoke(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], function: C
     try:
         overload = OVERLOADS.get(name)
         if overload is not None:
-            return overload(*args, **kwargs)
+            return overload(*args, **(_respell(name, kwargs) if kwargs else kwargs))
         if (op := ALIASES.get(name, name)) in OPS:
             return table_call(name, *args, **kwargs) if kwargs else call(op, args, kwargs)
         if is_written(name) and isinstance(args[0], Tensor):
@@ -67,6 +67,18 @@ def invoke(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], function: C
     except Unhashable:
         pass
     return fallback(function or torch_function(name), args, kwargs, name)
+
+
+# numpy's names of arguments, which torch's own functions take as well; those of `torch.nn.functional` do not
+_NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "a": "input", "x2": "other"}
+_OWN_NAMES = frozenset("cosine_similarity pairwise_distance tensordot".split())
+
+
+def _respell(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Named arguments under torch's names."""
+    if name in _OWN_NAMES or _NUMPY.keys().isdisjoint(kwargs):
+        return kwargs
+    return {_NUMPY.get(key, key): each for key, each in kwargs.items()}
 
 
 def _calling(name: str) -> Callable[..., Any]:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from meshloom.engines.kernel import Function, Kernel
-from meshloom.engines.layout import torch_dtype
+from meshloom.engines.layout import short_name, torch_dtype
 from meshloom.mesh import Lease
 from meshloom.ops import OPS
+from meshloom.placement import Topology
 from meshloom.planner import Plan
 from meshloom.runtime import leases
 from meshloom.tensor.base import Tensor, maker
@@ -74,15 +75,20 @@ def _make_wrap(entry: Entry) -> Callable[[Any], Any]:
     outs, pack = entry.outs, getattr(torch.return_types, entry.op.removesuffix("_dim"), tuple)  # torch's max_dim is max
 
     def wrap(results: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
-        if results.__class__ is torch.Tensor and results.is_cpu and not leased:
+        if results.__class__ is torch.Tensor and results.is_cpu and results.dtype is dtype and not leased:
             made = tracked() if results.requires_grad else free()
             made._data, made.topology = results, out
             return made
         if isinstance(results, torch.Tensor):
-            return Tensor(out, results)
-        return pack([Tensor(topology, result) for topology, result in zip(outs, results, strict=True)])
+            return wrap_array(out, results)
+        return pack([wrap_array(topology, result) for topology, result in zip(outs, results, strict=True)])
 
     return wrap
+
+
+def wrap_array(topology: Topology, data: torch.Tensor) -> Tensor:
+    """An array as a tensor of a topology, in the dtype that it has: torch's default dtype is in no key."""
+    return Tensor(topology.with_dtype(short_name(data.dtype)), data)
 
 
 def _salt(decided: Plan) -> int:

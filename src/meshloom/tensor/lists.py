@@ -21,6 +21,7 @@ from meshloom.placement import Topology
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor, maker
 from meshloom.tensor.calling import invoke
+from meshloom.tensor.entries import wrap_array
 from meshloom.tensor.moving import redistribute, shadow_of
 from meshloom.tensor.writing import note_write
 
@@ -103,18 +104,18 @@ def _remember(key: Any, results: Sequence[torch.Tensor]) -> None:
     if len(_ALIKE) >= 1 << 10:
         _ALIKE.clear()
     likes = [
-        (each.topology, maker(each.topology, each._data.dtype, False)) if isinstance(each, Tensor) else None
+        (each.topology, each.dtype, maker(each.topology, each.dtype, False)) if isinstance(each, Tensor) else None
         for each in results or ()
     ]
     _ALIKE[key] = _Alike(likes, any(each.padded for each in topologies))
 
 
-def _wrap_like(data: torch.Tensor, like: Tensor) -> Any:
+def _wrap_like(data: torch.Tensor, like: Any) -> Any:
     if like is None:
         return data
-    topology, make = like
-    if data.requires_grad or topology.padded or not data.is_cpu or topology.mesh.lease is not None:
-        return Tensor(topology, fill(data, topology, 0) if topology.padded else data)
+    topology, dtype, make = like
+    if data.requires_grad or topology.padded or not data.is_cpu or data.dtype is not dtype:
+        return wrap_array(topology, fill(data, topology, 0) if topology.padded else data)
     made = make()
     made._data, made.topology = data, topology
     return made

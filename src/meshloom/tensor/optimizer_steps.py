@@ -92,8 +92,8 @@ class StandIn:
                     return False
                 self._written.append(value)
                 own[name] = value._data
-            elif isinstance(value, torch.Tensor) and value.ndim:
-                return False
+            elif not isinstance(value, torch.Tensor) or value.ndim:
+                return False  # a number or None is not written but replaced, and what replaces it would be lost
             else:
                 own[name] = value
         return True

@@ -147,7 +147,9 @@ def call_quickly(head: object, name: str, args: tuple[Any, ...], kwargs: dict[st
                 key.append(repr(each))
         elif each is None or kind is str or kind is torch.dtype:
             key.append(each)
-        elif not add_part(key, tensors, datas, each, kind):
+            if is_pointwise:
+                datas.append(each)
+        elif is_pointwise or not add_part(key, tensors, datas, each, kind):
             return invoke(name, args, kwargs, function)
     if kwargs:
         if is_pointwise and kwargs.get("inplace") is False:  # as `F.silu` and its like always say
@@ -171,6 +173,7 @@ def call_quickly(head: object, name: str, args: tuple[Any, ...], kwargs: dict[st
 
 _NUMBERS = frozenset((int, float))
 _BOUND = frozenset((int, type(None)))
+_DTYPE = {torch.dtype}
 
 
 def add_part(key: list[object], tensors: list[Tensor], datas: list[object], value: Any, kind: type) -> bool:
@@ -225,7 +228,7 @@ def _call_first(
         order = _order(found.tensors, tensors)
         if order is not None and (quick := _quick(name, found, result, order, len(args) + len(kwargs))) is not None:
             _remember(QUICK, key, quick)
-    elif result is args[0] and name in PURE and not kwargs and all(each.__class__ is torch.dtype for each in args[1:]):
+    elif args and result is args[0] and name in PURE and not kwargs and {*map(type, args[1:])} <= _DTYPE:
         _remember(QUICK, key, _return_itself)
     return result
 

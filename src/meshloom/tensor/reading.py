@@ -79,7 +79,8 @@ class Reader:
         elif isinstance(value, numpy.ndarray):
             value = as_tensor(torch.as_tensor(value), self.mesh)
         elif isinstance(value, numpy.generic):
-            return self.read(value.item())
+            # for a number torch takes numpy's truth values for 0.0 and 1.0
+            return self.read(float(value) if kind is numpy.bool_ and not self.numbers else value.item())
         else:
             self.key.append(freeze(value))
             return tuple(value) if isinstance(value, tuple) else value

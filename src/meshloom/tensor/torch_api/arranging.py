@@ -12,8 +12,10 @@ from meshloom.errors import ShapeError
 from meshloom.ops.labels import normal_dim
 from meshloom.ops.shapes import split_sizes
 from meshloom.runtime import state
+from meshloom.tensor.base import Tensor
 from meshloom.tensor.calling import Overload, pure, table_call, table_results
 from meshloom.tensor.fallback import fallback
+from meshloom.tensor.writing import write_out
 
 
 def _unbind(input: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:
@@ -29,8 +31,17 @@ def _repeat_interleave(input: torch.Tensor, repeats: object = None, dim: int | N
     return table_call("repeat_interleave", input, repeats, dim, **kwargs)
 
 
-def _tensor_split(input: torch.Tensor, indices_or_sections: Any = None, dim: int = 0, **kwargs: Any) -> Any:
-    asked = kwargs.get("indices", kwargs.get("sections", indices_or_sections))
+def _tensor_split(
+    input: torch.Tensor,
+    indices_or_sections: Any = None,
+    dim: int = 0,
+    *,
+    indices: Any = None,
+    sections: Any = None,
+    tensor_indices_or_sections: Any = None,
+) -> Any:
+    given = (indices_or_sections, indices, sections, tensor_indices_or_sections)
+    asked = next((each for each in given if each is not None), None)
     shape = input.shape
     place = normal_dim(dim, len(shape))
     whole = isinstance(asked, (int, tuple, list)) and bool(shape)
@@ -42,8 +53,10 @@ def _tensor_split(input: torch.Tensor, indices_or_sections: Any = None, dim: int
 def _split_along(name: str, dim: int, least: int) -> Overload:
     """hsplit, vsplit, dsplit: equal sections or indices, along a fixed dim."""
 
-    def overload(input: torch.Tensor, indices_or_sections: object = None, **kwargs: object) -> Any:
-        asked = kwargs.get("indices", kwargs.get("sections", indices_or_sections))
+    def overload(
+        input: torch.Tensor, indices_or_sections: object = None, *, indices: object = None, sections: object = None
+    ) -> Any:
+        asked = next((each for each in (indices_or_sections, indices, sections) if each is not None), None)
         shape = input.shape
         if len(shape) < least:
             raise ShapeError(f"{name} needs {least} dims or more and got {list(shape)}")
@@ -75,7 +88,7 @@ def _raise_rank(input: Any, ndim: int) -> Any:
         wide = {0: (1, 1, 1), 1: (1, *shape, 1), 2: (*shape, 1)}[len(shape)]
     else:
         wide = (1,) * (ndim - len(shape)) + shape
-    return table_call("reshape", input, wide)
+    return input.reshape(wide)
 
 
 def _make_stack(ndim: int, dim: int, column: bool = False) -> Overload:
@@ -96,17 +109,18 @@ def _cat(tensors: object, *args: object, **kwargs: object) -> Any:
     shapes = [tuple(each.shape) for each in given]
     if (0,) not in shapes or all(len(shape) == 1 for shape in shapes):
         return table_call("cat", tensors, *args, **kwargs)
-    if any(each.requires_grad and shape == (0,) for each, shape in zip(given, shapes, strict=True)):
-        return fallback(torch.cat, (tensors, *args), kwargs, "cat")  # it has a gradient, without elements
     kept = [each for each, shape in zip(given, shapes, strict=True) if shape != (0,)]
+    has_gradient = any(each.requires_grad and shape == (0,) for each, shape in zip(given, shapes, strict=True))
+    if has_gradient or not any(isinstance(each, Tensor) for each in kept):  # a gradient without elements, or no mesh
+        return fallback(torch.cat, (tensors, *args), kwargs, "cat")
     dtype = functools.reduce(torch.promote_types, (each.dtype for each in given))
     found = table_call("cat", kept, *args, **kwargs)
     return found if found.dtype == dtype else table_call("to", found, dtype)
 
 
-def _column(input: Any) -> torch.Tensor:
+def _column(input: Any) -> Any:
     shape = tuple(input.shape)
-    return input if len(shape) > 1 else table_call("reshape", input, (*(shape or (1,)), 1))
+    return input if len(shape) > 1 else input.reshape(*(shape or (1,)), 1)
 
 
 def _diag(input: torch.Tensor, diagonal: int = 0, **kwargs: object) -> torch.Tensor:
@@ -133,8 +147,9 @@ def _make_flip(name: str, dim: int) -> Overload:
     return overload
 
 
-def _msort(input: torch.Tensor) -> torch.Tensor:
-    return table_results("sort", input, 0)[0]
+def _msort(input: torch.Tensor, *, out: object = None) -> Any:
+    found = table_results("sort", input, 0)[0]
+    return found if out is None else write_out(found, out)
 
 
 ARRANGING: dict[str, Overload] = {

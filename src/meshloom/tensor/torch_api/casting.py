@@ -27,11 +27,13 @@ def cast(input: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     elif args:
         device = target
         wanted = wanted or next((each for each in args[1:] if isinstance(each, torch.dtype)), None)
-    if wanted is not None and (wanted != tensor.dtype or kwargs.get("copy") or state.output is not None):
+    flags = [each for each in args if isinstance(each, bool)]  # non_blocking, then copy
+    copied = kwargs.get("copy", flags[1] if len(flags) > 1 else False)
+    if wanted is not None and (wanted != tensor.dtype or copied or state.output is not None):
         tensor = table_call("to", tensor, wanted)
     if device is not None and state.shadows is None and checked_device(device) != tensor.device:
         tensor = Tensor(tensor.topology, tensor._data.to(device))
-    if kwargs.get("copy") and tensor._data is shadow_of(input)._data:
+    if copied and tensor._data is shadow_of(input)._data:
         tensor = table_call("clone", tensor)
     return input if tensor is input else tensor
 

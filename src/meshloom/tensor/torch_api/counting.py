@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from meshloom.tensor.calling import Overload
 from meshloom.tensor.fallback import fallback
+from meshloom.tensor.writing import write_out
 
 
 def _add_up(size: int, places: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -28,11 +29,11 @@ def _bincount(input: torch.Tensor, weights: torch.Tensor | None = None, minlengt
     return _add_up(max(minlength, int(held.max()) + 1), held.to(torch.int64), values)
 
 
-def _histc(input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
+def _histc(input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0, *, out: object = None) -> Any:
     """Bins of equal width; without bounds they go from the least element to the largest, which are read."""
     held = input
     if held.dtype not in (torch.float32, torch.float64) or not held.numel() or held.is_meta or min > max or bins < 1:
-        return fallback(torch.histc, (input, bins, min, max), {}, "histc")
+        return fallback(torch.histc, (input, bins, min, max), {"out": out}, "histc")
     low, high = (min, max) if min != max else (held.min().item(), held.max().item())
     if low == high:
         low, high = low - 1, high + 1
@@ -41,7 +42,8 @@ def _histc(input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0)
     flat = held.reshape(-1)
     counted = (flat >= start) & (flat <= end)
     places = torch.where(counted, (flat - start) * bins / (end - start), 0.0)
-    return _add_up(bins, places.to(torch.int64).clamp(max=bins - 1), counted.to(held.dtype))
+    found = _add_up(bins, places.to(torch.int64).clamp(max=bins - 1), counted.to(held.dtype))
+    return found if out is None else write_out(found, out)
 
 
 def _embedding_bag(

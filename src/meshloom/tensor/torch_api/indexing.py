@@ -77,8 +77,8 @@ def _copy_(input: torch.Tensor, src: object, non_blocking: bool = False) -> Any:
     return fallback(torch.Tensor.copy_, (input, src), {}, "copy_")
 
 
-def _fill_(input: torch.Tensor, value: object) -> Any:
-    if isinstance(input, Tensor):
+def _fill_(input: torch.Tensor, value: Any) -> Any:
+    if isinstance(input, Tensor) and not (_is_tensor(value) and value.ndim):
         return fill(input, value)
     return fallback(torch.Tensor.fill_, (input, value), {}, "fill_")
 
@@ -98,10 +98,11 @@ def _setitem(input: torch.Tensor, index: Any, value: Any) -> None:
 
 def _set_by_tensors(target: Tensor, index: object, value: Any) -> None:
     found = _by_tensors(index, target.ndim)
-    if found is None or found[0] is not None or not (_is_tensor(value) or _is_held(value, target.dtype)):
+    is_taken = value.dtype == target.dtype if _is_tensor(value) else _is_held(value, target.dtype)
+    if found is None or found[0] is not None or not is_taken:
         fallback(torch.Tensor.__setitem__, (target, index, value), {}, "setitem")
         return
-    content = value.to(target.dtype) if _is_tensor(value) else torch.tensor(value, dtype=target.dtype)
+    content = value if _is_tensor(value) else torch.tensor(value, dtype=target.dtype)
     rewrite("index_put", target, (found[1], content), {})
 
 

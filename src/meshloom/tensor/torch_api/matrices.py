@@ -15,6 +15,10 @@ def _cholesky(input: torch.Tensor, upper: bool = False, **kwargs: object) -> tor
     return table_call("linalg_cholesky", input, upper=upper, **kwargs)
 
 
+def _cholesky_solve(input: torch.Tensor, input2: object, upper: bool = False, **kwargs: object) -> torch.Tensor:
+    return table_call("cholesky_solve", input, input2, upper, **kwargs)
+
+
 def _linalg_qr(A: torch.Tensor, mode: str = "reduced", **kwargs: object) -> Any:
     if mode == "r":  # Q is a single empty tensor, whatever the batch
         return fallback(torch.linalg.qr, (A, mode), kwargs, "linalg_qr")
@@ -50,6 +54,7 @@ def _cross(input: torch.Tensor, other: object, dim: int | None = None, **kwargs:
 
 MATRICES: dict[str, Overload] = {
     "cholesky": _cholesky,
+    "cholesky_solve": _cholesky_solve,
     "linalg_qr": _linalg_qr,
     "qr": _qr,
     "svd": _svd,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +24,13 @@ def _swap_operands(name: str) -> Callable[..., object]:
     return lambda input, other, **kwargs: table_call(name, other, input, **kwargs)
 
 
-def _rsub(input: torch.Tensor, other: object, alpha: complex = 1) -> torch.Tensor:
-    scaled = input if alpha == 1 else table_call("mul", input, alpha)
-    return _reflect("sub", scaled, other)
+def _rsub(input: torch.Tensor, other: Any, alpha: complex = 1) -> torch.Tensor:
+    if alpha == 1:
+        return _reflect("sub", input, other)
+    if isinstance(other, torch.Tensor):
+        return table_call("sub", other, input, alpha=alpha)
+    _check_subtraction(input.dtype, other)
+    return table_call("sub", _as_tensor(other, input.dtype), input, alpha=alpha)
 
 
 def _reflect(name: str, input: torch.Tensor, other: Any) -> torch.Tensor:
@@ -36,12 +41,23 @@ def _reflect(name: str, input: torch.Tensor, other: Any) -> torch.Tensor:
     dtype = torch.result_type(torch.empty((1,), dtype=held), other)
     if name == "div":  # as torch does, so that the last bit is the same
         return table_call("mul", table_call("reciprocal", input), other)
-    if name == "sub" and (held == torch.bool or isinstance(other, bool)):
-        raise DTypeError("subtraction has no meaning for bool", fix="use ~x or logical_not")
+    if name == "sub":
+        _check_subtraction(held, other)
     if name == "sub" and dtype == held and not dtype.is_complex:
         return table_call("add", table_call("neg", input), other)
-    widest = {int: torch.int64, float: torch.float64, complex: torch.complex128}.get(type(other))
-    return table_call(name, torch.as_tensor(other, dtype=widest).to(dtype), input)
+    return table_call(name, _as_tensor(other, held), input)
+
+
+def _check_subtraction(dtype: torch.dtype, number: object) -> None:
+    if dtype == torch.bool or isinstance(number, bool):
+        raise DTypeError("subtraction has no meaning for bool", fix="use ~x or logical_not")
+
+
+def _as_tensor(number: Any, beside: torch.dtype) -> torch.Tensor:
+    """A number in the dtype that it has beside a tensor of another."""
+    widest = {int: torch.int64, float: torch.float64, complex: torch.complex128}.get(type(number))
+    dtype = torch.result_type(torch.empty((1,), dtype=beside), number)
+    return torch.as_tensor(number, dtype=widest).to(dtype)
 
 
 def _reverse(name: str) -> Callable[..., object]:
@@ -49,10 +65,11 @@ def _reverse(name: str) -> Callable[..., object]:
 
 
 def _activation(name: str) -> Callable[..., object]:
-    """An activation of `torch.nn.functional`, where `inplace` comes last."""
+    """An activation of `torch.nn.functional`, where `inplace` comes last, after as many numbers as it has."""
+    numbers = [*inspect.signature(getattr(F, name)).parameters].index("inplace") - 1
 
-    def overload(input: torch.Tensor, *args: object, inplace: bool = False, **kwargs: object) -> Any:
-        if args and isinstance(args[-1], bool):
+    def overload(input: torch.Tensor, *args: object, inplace: object = False, **kwargs: object) -> Any:
+        if len(args) == numbers + 1:
             inplace, args = args[-1], args[:-1]
         if inplace:
             return invoke(name + "_", (input, *args), kwargs)

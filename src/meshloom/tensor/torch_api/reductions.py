@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 
+from meshloom.ops import OPS
+from meshloom.ops.binding import bind
 from meshloom.tensor.calling import Overload, invoke, pure, table_call, table_results
 from meshloom.tensor.fallback import fallback
+from meshloom.tensor.writing import write_out
 from meshloom.types import Dims
 
 
@@ -19,7 +22,7 @@ def _max(name: str) -> Overload:
         other = args[0] if args else kwargs.get("other")
         if isinstance(other, torch.Tensor):
             return table_call(pair, input, other, **{k: v for k, v in kwargs.items() if k != "other"})
-        if args or "dim" in kwargs or "axis" in kwargs:
+        if args or "dim" in kwargs:
             return table_results(f"{name}_dim", input, *args, **kwargs)
         return table_call(amax, input, **kwargs)
 
@@ -41,9 +44,23 @@ def _with_mean(name: str) -> Overload:
     """var_mean and std_mean: two ops over the same dims."""
 
     def overload(input: torch.Tensor, *args: object, **kwargs: object) -> Any:
-        dim = kwargs.get("dim", args[0] if args and not isinstance(args[0], bool) else None)
-        keepdim = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
-        return invoke(name, (input, *args), kwargs), table_call("mean", input, dim, keepdim)
+        placed = (None, *args) if args and isinstance(args[0], bool) else args
+        given = bind(OPS[name], (input, *placed), {key: each for key, each in kwargs.items() if key != "output"})
+        return invoke(name, (input, *args), kwargs), table_call("mean", input, given["dim"], given["keepdim"])
+
+    return overload
+
+
+def _truth(name: str) -> Overload:
+    """any and all: over no dims, which for other reductions means all of them, every element is taken by itself."""
+
+    def overload(input: torch.Tensor, *args: object, **kwargs: Any) -> Any:
+        dim = args[0] if args else kwargs.get("dim")
+        if not isinstance(dim, (tuple, list)) or dim:
+            return table_call(name, input, *args, **kwargs)
+        held = table_call("ne", input, 0, output=kwargs.get("output"))
+        found = table_call("to", held, torch.uint8) if input.dtype == torch.uint8 else held
+        return write_out(found, kwargs["out"]) if kwargs.get("out") is not None else found
 
     return overload
 
@@ -80,7 +97,7 @@ def _norm(
 
 
 def _linalg_norm(
-    A: torch.Tensor,
+    input: torch.Tensor,
     ord: float | str | None = None,
     dim: Dims = None,
     keepdim: bool = False,
@@ -89,16 +106,16 @@ def _linalg_norm(
     dtype: torch.dtype | None = None,
 ) -> Any:
     """torch.linalg.norm: of a vector, or of a matrix where that is the norm of its elements."""
-    dims = (dim,) if isinstance(dim, int) else dim if dim is not None else tuple(range(A.ndim))
+    dims = (dim,) if isinstance(dim, int) else dim if dim is not None else tuple(range(input.ndim))
     of_elements = ord is None or (len(dims) == 1 and not isinstance(ord, str)) or (len(dims) == 2 and ord == "fro")
     if not of_elements:
-        return fallback(torch.linalg.norm, (A, ord, dim, keepdim), {"out": out, "dtype": dtype}, "linalg_norm")
+        return fallback(torch.linalg.norm, (input, ord, dim, keepdim), {"out": out, "dtype": dtype}, "linalg_norm")
     order = 2 if ord in (None, "fro") else ord
-    return table_call("linalg_vector_norm", A, order, dim, keepdim, dtype=dtype, out=out)
+    return table_call("linalg_vector_norm", input, order, dim, keepdim, dtype=dtype, out=out)
 
 
 def _matrix_norm(
-    A: torch.Tensor,
+    input: torch.Tensor,
     ord: float | str = "fro",
     dim: Dims = (-2, -1),
     keepdim: bool = False,
@@ -108,9 +125,9 @@ def _matrix_norm(
 ) -> Any:
     if ord != "fro":
         return fallback(
-            torch.linalg.matrix_norm, (A, ord, dim, keepdim), {"out": out, "dtype": dtype}, "linalg_matrix_norm"
+            torch.linalg.matrix_norm, (input, ord, dim, keepdim), {"out": out, "dtype": dtype}, "linalg_matrix_norm"
         )
-    return table_call("linalg_vector_norm", A, 2, dim, keepdim, dtype=dtype, out=out)
+    return table_call("linalg_vector_norm", input, 2, dim, keepdim, dtype=dtype, out=out)
 
 
 def _dist(input: torch.Tensor, other: object, p: float = 2) -> torch.Tensor:
@@ -142,6 +159,7 @@ def _pairwise_distance(
 REDUCTIONS: dict[str, Overload] = {
     **pure({name: _max(name) for name in ("max", "min")}),
     **pure({name: _make_variance(name) for name in ("var", "std")}),
+    **pure({name: _truth(name) for name in ("any", "all")}),
     "var_mean": _with_mean("var"),
     "std_mean": _with_mean("std"),
     "aminmax": _aminmax,
