@@ -69,10 +69,10 @@ def measure_host(sweep: Sweep = FULL, tell: Tell = lambda what, number, total: N
         tell(f"products in {name}", number, total)
         products[name] = _products(dtype, sweep)
     tell("single kernels", total - 1, total)
-    host = Host("this-machine", torch.get_num_threads(), curves, products, dict.fromkeys(CALLS, 1e-15))
+    host = Host("this-machine", torch.get_num_threads(), curves, products, dict.fromkeys(CALLS, LEAST))
     host = replace(host, weights=dict(_weights(host, sweep)))
     tell("calls", total, total)
-    host = replace(host, processes=dict(_between(sweep)))
+    host = replace(host, processes=dict(_between(host, sweep)))
     return replace(host, calls=_calls(host, sweep))
 
 
@@ -252,19 +252,22 @@ def _calls(host: Host, sweep: Sweep) -> dict[str, float]:
     mesh = open_mesh((8,))
     x, square = (randn(*shape, mesh=mesh, placements="S(0)") for shape in ((8 * 32,), (16, 16)))
     lists = [[torch.rand(8) for _ in range(32)] for _ in range(2)]
+    again: dict[str, Callable[[], object]] = {
+        "again": lambda: x + x,
+        "all_reduce": lambda: collectives.all_reduce(x),
+        "all_gather": lambda: collectives.all_gather(x, 0),
+        "reduce_scatter": lambda: collectives.reduce_scatter(x, 0),
+        "all_to_all": lambda: collectives.all_to_all(square, 1, 0),
+        "broadcast": lambda: collectives.broadcast(x),
+    }
     found = {
         **_layer_calls(mesh, host, sweep),
-        "again": _beside(lambda: x + x, host, sweep),
-        "all_reduce": _beside(lambda: collectives.all_reduce(x), host, sweep),
-        "all_gather": _beside(lambda: collectives.all_gather(x, 0), host, sweep),
-        "reduce_scatter": _beside(lambda: collectives.reduce_scatter(x, 0), host, sweep),
-        "all_to_all": _beside(lambda: collectives.all_to_all(square, 1, 0), host, sweep),
-        "broadcast": _beside(lambda: collectives.broadcast(x), host, sweep),
+        **{name: _beside(run, host, _best(run, sweep)) for name, run in again.items()},
     }
     alone = host.curve("in place").points[0][1]
     found["item"] = (best_of(lambda: private.foreach_add_(*lists), sweep.seconds) - alone) / 32
     found["fresh"] = _fresh(sweep)
-    return {name: max(seconds, 1e-15) for name, seconds in found.items()}
+    return {name: max(seconds, LEAST) for name, seconds in found.items()}
 
 
 def _fresh(sweep: Sweep) -> float:
@@ -277,6 +280,7 @@ def _fresh(sweep: Sweep) -> float:
 
 STEPS = len([*_kernels()]) + len(DTYPES) + 2  # what is told of
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+LEAST = 1e-15  # seconds of what the tables explain to the last bit
 CALLS = ("op", "again", *COLLECTIVES, "kernel", "item", "fresh")
 
 
@@ -312,8 +316,12 @@ def _layer(mesh: Mesh) -> Callable[[], Any]:
 # What processes do together, each as often as the others
 
 
-def _between(sweep: Sweep) -> Iterator[tuple[tuple[str, int], Curve]]:
-    """Collectives between the processes that there are, by the bytes that each one gives."""
+def _between(host: Host, sweep: Sweep) -> Iterator[tuple[tuple[str, int], Curve]]:
+    """Collectives between the processes that there are, by the bytes that each one gives, without their kernels.
+
+    A reduce-scatter adds what arrives, the root of a broadcast copies what it sends: a program's kernels are priced as
+    they are seen, those too, so the curve is what they do not explain.
+    """
     group = group_of(open_mesh((8,)), [0]) if HERE.count > 1 else None
     if group is None:
         return
@@ -325,13 +333,14 @@ def _between(sweep: Sweep) -> Iterator[tuple[tuple[str, int], Curve]]:
         "all_to_all": lambda x: wire.all_to_all(x.view(count, -1), group),
         "broadcast": lambda x: wire.broadcast(x, group, 0),
     }
+    host = replace(host, processes={(kind, count): Curve(((1.0, LEAST),)) for kind in run})
     for kind, send in run.items():
         points = {}
         for size in sweep.sent:
             x = torch.zeros(size // 4 // count * count)
-            points[float(x.nbytes)] = _best_together(
-                partial(send, x), max(min(8, sweep.rounds), sweep.rounds * (1 << 20) // max(size, 1 << 20))
-            )
+            call = partial(send, x)
+            rounds = max(min(8, sweep.rounds), sweep.rounds * (1 << 20) // max(size, 1 << 20))
+            points[float(x.nbytes)] = max(LEAST, _beside(call, host, _best_together(call, rounds)))
         yield (kind, count), Curve(tuple(points.items()))
 
 
@@ -344,9 +353,8 @@ def _best_together(run: Callable[[], object], rounds: int) -> float:
     return min(timeit.repeat(run, number=1, repeat=rounds))
 
 
-def _beside(run: Callable[[], object], host: Host, sweep: Sweep) -> float:
-    """The seconds of a call that its kernels do not explain."""
-    took = _best(run, sweep)
+def _beside(run: Callable[[], object], host: Host, took: float) -> float:
+    """Of the seconds that a call took, those that the tables do not explain."""
     with host_time(host) as found:
         run()
     return took - found.seconds
