@@ -21,10 +21,12 @@ from meshloom.tensor.host_time import host_time
 def price_what_was_measured(host: Host, took: float, size: int) -> dict[str, float]:
     """The price of every collective of `size` bytes, on a host where each of them took so many seconds."""
     join()
-    sweep = replace(host_measuring.QUICK, sent=(size,))
+    sent, sweep = host_measuring._sent(), replace(host_measuring.QUICK, sent=(size,))
+    points = [*host_measuring._sent_points(sent, sweep)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_measuring, "_best_together", lambda run, rounds: took)
-        host = replace(host, processes=dict(host_measuring._between(host, sweep)))
+        patch.setattr(host_measuring, "time_rounds", lambda run, rounds: took)
+        readings = host_measuring.read_points(points, lambda what, number, total: None)
+    host = replace(host, processes=host_measuring._between(readings, sent, host))
     group = group_of(loom.open_mesh((8,)), [0])
     assert group is not None
     x = torch.zeros(HERE.count, size // 4 // HERE.count)
