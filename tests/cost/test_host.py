@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -135,6 +136,17 @@ def test_views_are_free_and_large_results_pay_for_memory_from_the_system() -> No
     x = loom.ones(64, 64, mesh=loom.open_mesh((2,)), placements="R")
     assert seconds(lambda: x.view(32, 128).transpose(0, 1)[3:5], flat()) == 0.0
     assert kernel_seconds(Work("add", 12.0, fresh=FRESH), flat(fresh=1.0)) == pytest.approx(FRESH)
+
+
+@pytest.mark.parametrize(("device", "faults", "pays"), [("cpu", 9000, True), ("cpu", 2, False), ("meta", 0, True)])
+def test_a_large_result_pays_for_memory_from_the_system_unless_it_is_seen_to_come_from_the_heap(
+    device: str, faults: int, pays: bool, monkeypatch: Any
+) -> None:
+    counted = itertools.count(0, faults)
+    monkeypatch.setattr("meshloom.tensor.host_time.page_faults", lambda: next(counted))
+    x = loom.empty(FRESH // 4, mesh=loom.open_mesh((2,)), placements="S(0)", device=device)
+    touched = 2 * FRESH / RATE
+    assert seconds(lambda: x + 1, flat(fresh=1.0)) == pytest.approx(touched + FRESH * pays)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def measure_host(sweep: Sweep = FULL, tell: Tell = lambda what, number, total: N
     curves = {kind: _curve(found[kind]) for kind, _ in _kernels()}
     products = {name: _products(found[name]) for name in DTYPES}
     host = Host("this-machine", torch.get_num_threads(), curves, products, dict.fromkeys(CALLS, LEAST))
-    host = replace(host, weights=_weights(found, host))
+    host = replace(host, weights=_weights(found, host), calls={**host.calls, **_memory_costs(found[OTHER], host)})
     host = replace(host, processes=_between(found, sent, host))
     return replace(host, calls=_call_costs(found, calls, host))
 
@@ -329,6 +329,13 @@ def _weights(found: Readings, host: Host) -> dict[str, float]:
     return {**weights, "transposed": found[OTHER]["by columns"][0] / found[OTHER]["by rows"][0]}
 
 
+def _memory_costs(readings: Mapping[Any, Reading], host: Host) -> dict[str, float]:
+    """What a tensor of a list costs beside a kernel, and a byte from the system beside one that is there."""
+    (listed, items), (fresh, size), (there, _) = (readings[name] for name in ("list", "fresh", "there"))
+    item = (listed - host.curve("in place").points[0][1]) / items
+    return {"item": max(item, LEAST), "fresh": max((fresh - there) / size, LEAST)}
+
+
 def _weigh(name: str, seconds: float, touched: float, host: Host) -> float:
     work = Work(name.removesuffix(APART), touched, run=int(name.endswith(APART)))
     start, whole = (kernel_seconds(replace(work, bytes=size), host) for size in (1.0, touched))
@@ -364,15 +371,12 @@ def _call_points(calls: Mapping[str, Run], sweep: Sweep) -> Iterator[Point]:
 
 
 def _call_costs(found: Readings, calls: Mapping[str, Run], host: Host) -> dict[str, float]:
-    """What a call, a kernel of backward, a tensor of a list and a byte from the system cost besides their kernels."""
+    """What a call and a kernel of backward cost besides their kernels."""
     priced = {name: _price(run, host) for name, run in calls.items()}
     costs = {name: found[CALL][name][0] - each.seconds for name, each in priced.items()}
     costs["op"] /= len(priced["op"].calls)
     costs["kernel"] /= priced["kernel"].kernels
-    (listed, items), (fresh, size), (there, _) = (found[OTHER][name] for name in ("list", "fresh", "there"))
-    costs["item"] = (listed - host.curve("in place").points[0][1]) / items
-    costs["fresh"] = (fresh - there) / size
-    return {name: max(costs[name], LEAST) for name in CALLS}
+    return {**host.calls, **{name: max(seconds, LEAST) for name, seconds in costs.items()}}
 
 
 def _price(run: Run, host: Host) -> HostTime:

@@ -172,11 +172,11 @@ def typical(times: Sequence[float]) -> float:
 
 
 def time_for(work: Callable[[], object], seconds: float) -> float:
-    """The typical seconds of a call, of as many as fit into `seconds`; two at least, after one to warm up."""
+    """The typical seconds of a call, of as many as fit into `seconds`; one at least, after one to warm up."""
     work()
     times: list[float] = []
     end = time.perf_counter() + seconds
-    while len(times) < 2 or time.perf_counter() < end:
+    while not times or time.perf_counter() < end:
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)
