@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from meshloom.cli import measuring
-from meshloom.cli.host_measuring import Point, _curve, read_points, repeats
+from meshloom.cli.host_measuring import Point, _copy_large, _curve, read_points, repeats
 from meshloom.cli.measuring import PASSES, time_for, typical
+from meshloom.tensor.host_time import LARGEST_PAGE, page_faults
 
 KERNELS = [2e-6 * 1.7**number for number in range(12)]  # seconds, undisturbed
 
@@ -97,3 +99,15 @@ def test_one_call_of_ten_may_be_held_up() -> None:
 
 def test_sizes_that_come_to_the_same_bytes_are_one_point_of_a_curve() -> None:
     assert _curve({1: (3.0, 64.0), 2: (2.0, 64.0), 3: (5.0, 128.0)}).points == ((64.0, 2.0), (128.0, 5.0))
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_memory_from_the_system_is_given_anew_every_time_whatever_the_heap_holds(is_there: bool) -> None:
+    run, size = _copy_large(is_there)
+    run()
+    holes = [torch.ones(20 << 18) for _ in range(8)]  # once free, they may stay in the heap
+    del holes
+    for _ in range(3):
+        before = page_faults()
+        run()
+        assert ((page_faults() - before) * LARGEST_PAGE < size) == is_there

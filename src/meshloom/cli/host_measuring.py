@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import mmap
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -317,10 +318,17 @@ def _as_is(run: Callable[[], object], amount: float) -> Made:
 
 
 def _copy_large(is_there: bool) -> Made:
-    """A copy so large that its memory comes from the system, or into memory that is there."""
+    """A copy into memory that is there, or into memory that the system gives and takes back every time.
+
+    A clone would not do: the C library may have so much in its heap.
+    """
     source = torch.ones(FRESH // 2)
-    target = torch.empty_like(source)
-    return (partial(target.copy_, source) if is_there else source.clone), float(source.nbytes)
+    there = torch.empty_like(source)
+    return lambda: (there if is_there else _take_from_system(source.nbytes)).copy_(source), float(source.nbytes)
+
+
+def _take_from_system(size: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.float32)
 
 
 def _weights(found: Readings, host: Host) -> dict[str, float]:
