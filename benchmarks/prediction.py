@@ -1,6 +1,7 @@
 """Predicted against measured on this machine: it is calibrated, then asked about sizes and shapes that it did not see.
 
-Every point is measured in three runs, whose spread says how far a point repeats at all.
+Every point is measured in three passes over all points, as the calibration does, and the best counts; their spread says
+how far a point repeats at all.
 """
 
 from __future__ import annotations
@@ -30,11 +31,10 @@ from benchmarks.optimizers import megatron_placements
 from benchmarks.results import OURS, Row, verdict
 from benchmarks.works import language_step
 from meshloom.cli.host_measuring import FULL, QUICK, measure_host
-from meshloom.cli.measuring import best_of
+from meshloom.cli.measuring import PASSES, time_for
 from meshloom.fabric.host import Host
 from meshloom.tensor.host_time import host_time
 
-RUNS = 3
 # the collectives, each with what it is told besides the value
 KINDS: dict[str, tuple[int, ...]] = {
     "all_reduce": (), "all_gather": (0,), "reduce_scatter": (0,), "all_to_all": (1, 0), "broadcast": (),
@@ -89,10 +89,11 @@ def predictions(quick: bool) -> Iterator[Row]:
 
 def alone(quick: bool) -> Iterator[Row]:
     """For each point a row with both times and the error of the predicted one; then what lies in the middle."""
-    host = measure_host(QUICK if quick else FULL)
+    host, listed = measure_host(QUICK if quick else FULL), cases(quick)
+    taken = [[_time(case) for case in listed] for _ in range(PASSES - 1)]
     errors = []
-    for case in cases(quick):
-        row = _row(case, host)
+    for case, *before in zip(listed, *taken, strict=True):
+        row = _row(case, host, before)
         assert row.error is not None
         errors.append(abs(row.error))
         yield row
@@ -140,13 +141,20 @@ def _together(count: int, quick: bool) -> list[dict[str, Any]]:
         return found
 
 
-def _row(case: Case, host: Host) -> Row:
+def _time(case: Case) -> float:
+    run = case.make()
+    run()
+    return time_for(run, case.seconds)
+
+
+def _row(case: Case, host: Host, before: list[float]) -> Row:
+    """A point in its last pass."""
     run = case.make()
     run()
     run()
     with host_time(host) as found:
         run()
-    taken = [best_of(run, case.seconds) for _ in range(RUNS)]
+    taken = [*before, time_for(run, case.seconds)]
     took = min(taken)
     spread = f"{case.detail}, spread {max(taken) / took - 1:.0%}"
     return Row(

@@ -1,23 +1,23 @@
 """One of several processes that are measured and predicted together; the first writes what it found as JSON.
 
 Run as `meshloom run --nproc 2 benchmarks/prediction_ranks.py found.json full`. Every process calls the same things as
-often as the others, so points are the best of a fixed number of rounds.
+often as the others, so points are timed in a fixed number of rounds.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import timeit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 import meshloom as loom
-from benchmarks.prediction import KINDS, RUNS, make_collective, make_gpt, make_llama, make_mlp
+from benchmarks.prediction import KINDS, make_collective, make_gpt, make_llama, make_mlp
 from meshloom.cli.host_measuring import FULL, QUICK, measure_host
+from meshloom.cli.measuring import PASSES, time_rounds
 from meshloom.fabric.host import Host
 from meshloom.mesh.process import HERE
 from meshloom.processes import join
@@ -43,14 +43,14 @@ def points(is_quick: bool) -> Iterator[Point]:
             yield "Llama step", plan, 10, make_llama(plan, grid)
 
 
-def measure(point: Point, host: Host) -> dict[str, object]:
-    """Both times of a point, and how far three runs lie apart."""
+def measure(point: Point, host: Host, before: Sequence[float]) -> dict[str, object]:
+    """Both times of a point in its last pass, and how far the passes lie apart."""
     name, detail, rounds, run = point
     run()
     run()
     with host_time(host) as found:
         run()
-    taken = [min(timeit.repeat(run, number=1, repeat=rounds)) for _ in range(RUNS)]
+    taken = [*before, time_rounds(run, rounds)]
     return {
         "work": name,
         "detail": detail,
@@ -69,6 +69,8 @@ if __name__ == "__main__":
     is_quick = sys.argv[2] == "quick"
     torch.manual_seed(0)
     host = measure_host(QUICK if is_quick else FULL)
-    found = [measure(each, host) for each in points(is_quick)]
+    taken = [[time_rounds(run, rounds) for *_, rounds, run in points(is_quick)] for _ in range(PASSES - 1)]
+    listed = zip(points(is_quick), *taken, strict=True)
+    found = [measure(each, host, before) for each, *before in listed]
     if HERE.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")

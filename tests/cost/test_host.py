@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import meshloom as loom
+import ranks
 from meshloom.cli.host_measuring import CALLS, COLLECTIVES, QUICK, _kernels, measure_host
 from meshloom.cost.host import FRESH, RUNS, TOKENS, WEIGHED, WIDTHS, Work, kernel_seconds, kind_of
 from meshloom.fabric.host import Curve, Host, Products, load_host, read_host
@@ -136,6 +138,17 @@ def test_views_are_free_and_large_results_pay_for_memory_from_the_system() -> No
     assert kernel_seconds(Work("add", 12.0, fresh=FRESH), flat(fresh=1.0)) == pytest.approx(FRESH)
 
 
+@pytest.mark.parametrize(("device", "faults", "pays"), [("cpu", 9000, True), ("cpu", 2, False), ("meta", 0, True)])
+def test_a_large_result_pays_for_memory_from_the_system_unless_it_is_seen_to_come_from_the_heap(
+    device: str, faults: int, pays: bool, monkeypatch: Any
+) -> None:
+    counted = itertools.count(0, faults)
+    monkeypatch.setattr("meshloom.tensor.host_time.page_faults", lambda: next(counted))
+    x = loom.empty(FRESH // 4, mesh=loom.open_mesh((2,)), placements="S(0)", device=device)
+    touched = 2 * FRESH / RATE
+    assert seconds(lambda: x + 1, flat(fresh=1.0)) == pytest.approx(touched + FRESH * pays)
+
+
 @pytest.mark.parametrize(
     ("run", "kind"),
     [
@@ -225,6 +238,13 @@ def test_a_machine_that_is_measured_has_every_table() -> None:
     assert all(math.isfinite(each) and each > 0 for each in (*host.calls.values(), *host.weights.values()))
     assert {kind_of(Work(name, 1.0)) for name in host.weights} <= set(KINDS)
     assert read_host(host.to_toml(), "x").threads == torch.get_num_threads()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_collective_between_processes_is_priced_at_what_it_took_its_kernels_included(count: int) -> None:
+    for found in ranks.run(count, "host_ranks:price_what_was_measured", flat(), 1.0, 1 << 16):
+        assert set(found) == set(COLLECTIVES)
+        assert found == pytest.approx(dict.fromkeys(COLLECTIVES, 1.0), abs=1e-9)  # a kernel takes 1e-4 and more
 
 
 def test_a_table_that_is_missing_is_named() -> None:

@@ -1,15 +1,16 @@
 """The tables of this machine, measured: curves of kernels by size, products by their sizes, what a call costs.
 
-Each point is the best of several runs, since other work only ever adds time.
+Each point is timed in several passes over all of them, so that a disturbance of some seconds meets it once, and the
+best pass counts. What a pass says is what a call takes on average (`measuring.typical`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import mmap
 import sys
-import timeit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from meshloom import collectives
-from meshloom.cli.measuring import DTYPES, Tell, best_of
+from meshloom.cli.measuring import DTYPES, PASSES, Tell, time_for, time_rounds
 from meshloom.comms import wire
 from meshloom.comms.group import group_of
 from meshloom.cost.host import FRESH, ROWS, RUNS, TOKENS, WEIGHED, WIDTHS, Work, kernel_seconds
@@ -29,12 +30,12 @@ from meshloom.mesh import Mesh
 from meshloom.mesh.process import HERE
 from meshloom.processes import join
 from meshloom.tensor.creation import distribute, open_mesh, randn
-from meshloom.tensor.host_time import host_time
+from meshloom.tensor.host_time import HostTime, host_time
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """How much is measured: seconds per point, bytes that a kernel touches, steps of products and their limit.
+    """How much is measured: seconds per point and pass, bytes that a kernel touches, steps of products and their limit.
 
     `rounds` is how often processes call what they do together, and `sent` the bytes that they send. `large` are sizes
     at which sums alone are measured: their results stay small.
@@ -53,27 +54,92 @@ class Sweep:
 SIZES = tuple(size << 10 for size in (4, 16, 48, 128, 320, 1024, 1800, 5 << 10, 16 << 10, 48 << 10))
 STEPS_OF_PRODUCTS = (1, 4, 16, 40, 72, 128, 208, 384, 704, 1100, 1900, 3072)
 SENT = tuple(size << 10 for size in (1, 8, 24, 96, 256, 1024, 5 << 10, 20 << 10, 64 << 10))
-FULL = Sweep(0.03, SIZES, STEPS_OF_PRODUCTS, 5e9, 100, SENT, (192 << 20, 640 << 20))
-QUICK = Sweep(0.001, (1 << 12, 1 << 16), (16, 64), 1e7, 3, (1 << 10, 16 << 10))
+FULL = Sweep(0.01, SIZES, STEPS_OF_PRODUCTS, 5e9, 40, SENT, (192 << 20, 640 << 20))
+QUICK = Sweep(0.0005, (1 << 12, 1 << 16), (16, 64), 1e7, 3, (1 << 10, 16 << 10))
+
+Made = tuple[Callable[[], object], float]  # what is timed, ready to run, and how much it does: bytes, FLOP
+Reading = tuple[float, float]  # its seconds, and how much it did
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One point of a table: how it is made ready, and for how many seconds it is timed, or in how many rounds."""
+
+    table: str
+    place: Any
+    make: Callable[[], Made]
+    seconds: float = 0.0
+    rounds: int = 0  # of what processes do together, each as often as the others
+
+    def read(self) -> Reading:
+        """Time it once."""
+        run, amount = self.make()
+        return (time_rounds(run, self.rounds) if self.rounds else time_for(run, self.seconds)), amount
+
+
+Readings = dict[str, dict[Any, Reading]]  # by table and place
+AGREE = 1.1  # how far apart the two best readings of a point may lie
 
 
 def measure_host(sweep: Sweep = FULL, tell: Tell = lambda what, number, total: None) -> Host:
     """Every table of this process on this machine, with the threads that torch has now."""
-    kinds, total = [*_kernels()], STEPS
-    curves = {}
-    for number, (kind, make) in enumerate(kinds, start=1):
-        tell(f"kernels: {kind}", number, total)
-        curves[kind] = _curve(make, _sizes_of(kind, sweep), sweep)
-    products = {}
-    for number, (name, dtype) in enumerate(DTYPES.items(), start=len(kinds) + 1):
-        tell(f"products in {name}", number, total)
-        products[name] = _products(dtype, sweep)
-    tell("single kernels", total - 1, total)
-    host = Host("this-machine", torch.get_num_threads(), curves, products, dict.fromkeys(CALLS, 1e-15))
-    host = replace(host, weights=dict(_weights(host, sweep)))
-    tell("calls", total, total)
-    host = replace(host, processes=dict(_between(sweep)))
-    return replace(host, calls=_calls(host, sweep))
+    calls, sent = _calls(), _sent()
+    points = [*_curve_points(sweep), *_product_points(sweep), *_single_points(sweep), *_other_points(sweep)]
+    found = read_points([*points, *_sent_points(sent, sweep), *_call_points(calls, sweep)], tell)
+    curves = {kind: _curve(found[kind]) for kind, _ in _kernels()}
+    products = {name: _products(found[name]) for name in DTYPES}
+    host = Host("this-machine", torch.get_num_threads(), curves, products, dict.fromkeys(CALLS, LEAST))
+    host = replace(host, weights=_weights(found, host), calls={**host.calls, **_memory_costs(found[OTHER], host)})
+    host = replace(host, processes=_between(found, sent, host))
+    return replace(host, calls=_call_costs(found, calls, host))
+
+
+def read_points(points: Sequence[Point], tell: Tell) -> Readings:
+    """The best reading of every point: pass after pass over all of them, and again over those that did not repeat.
+
+    Processes that measure together all do the same, so there nothing is timed again.
+    """
+    found: dict[Point, list[Reading]] = {point: [] for point in points}
+    tables = dict.fromkeys(point.table for point in points)
+    total = PASSES * len(tables) + 1
+    for number, (turn, table) in enumerate(itertools.product(range(PASSES), tables), start=1):
+        tell(f"{table}, pass {turn + 1}", number, total)
+        for point in points:
+            if point.table == table:
+                found[point].append(point.read())
+    tell("what did not repeat", total, total)
+    for _ in range(PASSES if HERE.count == 1 else 0):
+        for point, readings in found.items():
+            if not repeats([seconds for seconds, _ in readings]):
+                readings.append(point.read())
+    best: Readings = {}
+    for point, readings in found.items():
+        best.setdefault(point.table, {})[point.place] = min(readings)
+    return best
+
+
+def repeats(seconds: Sequence[float]) -> bool:
+    """Whether the best of some readings was met twice.
+
+    >>> repeats([1.0, 5.0, 1.05]), repeats([1.0, 5.0, 1.5])
+    (True, False)
+    """
+    best, second = sorted(seconds)[:2]
+    return second <= AGREE * best
+
+
+def _curve_points(sweep: Sweep) -> Iterator[Point]:
+    for kind, make in _kernels():
+        for size in _sizes_of(kind, sweep):
+            yield Point(kind, size, partial(make, size), sweep.seconds)
+
+
+def _curve(readings: Mapping[Any, Reading]) -> Curve:
+    """Seconds by what is really touched; sizes that come to the same bytes are one point."""
+    points: dict[float, float] = {}
+    for seconds, touched in readings.values():
+        points[touched] = min(seconds, points.get(touched, math.inf))
+    return Curve(tuple(sorted(points.items())))
 
 
 def _sizes_of(kind: str, sweep: Sweep) -> tuple[int, ...]:
@@ -85,8 +151,6 @@ def _sizes_of(kind: str, sweep: Sweep) -> tuple[int, ...]:
 
 
 # Curves: for a number of bytes that a kernel touches, the kernel ready to run, and the bytes that it really touches
-
-Made = tuple[Callable[[], object], float]
 
 
 def _kernels() -> Iterator[tuple[str, Callable[[int], Made]]]:
@@ -111,13 +175,13 @@ def _kernels() -> Iterator[tuple[str, Callable[[int], Made]]]:
 
 
 def _on(elements: int, arrays: int, run: Callable[..., object], each: int) -> Made:
-    given = [torch.rand(max(1, elements)) for _ in range(arrays)]
+    given = [torch.ones(max(1, elements)) for _ in range(arrays)]
     return lambda: run(*given), float(each * max(1, elements))
 
 
 def _on_rows(elements: int, run: Callable[..., object], each: int, rows: int | None = None) -> Made:
     rows = max(1, rows if rows is not None else math.isqrt(elements))
-    given = torch.rand(rows, max(1, elements // rows))
+    given = torch.ones(rows, max(1, elements // rows))
     return lambda: run(given), float(each * given.numel())
 
 
@@ -162,29 +226,32 @@ def _attention(tokens: int, width: int, is_backward: bool, size: int) -> Made:
     return lambda: torch.autograd.grad(result, (q, k, v), ones, retain_graph=True), 2.5 * flops
 
 
-def _curve(make: Callable[[int], Made], sizes: Sequence[int], sweep: Sweep) -> Curve:
-    points: dict[float, float] = {}
-    for size in sizes:
-        run, touched = make(size)
-        points[touched] = best_of(run, sweep.seconds)
-    return Curve(tuple(sorted(points.items())))
+def _product_points(sweep: Sweep) -> Iterator[Point]:
+    for name, dtype in DTYPES.items():
+        for m, k, n in itertools.product(_steps_of(name, sweep), repeat=3):
+            if 2.0 * m * k * n <= sweep.flops:
+                yield Point(name, (m, k, n), partial(_product, dtype, (m, k, n)), sweep.seconds / 2)
 
 
-def _products(dtype: torch.dtype, sweep: Sweep) -> Products:
-    """FLOP/s on the grid; beyond the limit a product runs as fast as the largest measured one that it contains.
+def _steps_of(dtype: str, sweep: Sweep) -> tuple[int, ...]:
+    """Of other dtypes than f32 every second step is enough."""
+    return sweep.steps if dtype == "f32" or len(sweep.steps) < 3 else sweep.steps[::2]
 
-    Of other dtypes than f32 every second step is enough.
-    """
+
+def _product(dtype: torch.dtype, sizes: Sizes) -> Made:
+    """Into memory that is there: what fresh memory costs has a figure of its own."""
+    m, k, n = sizes
+    a, b, made = (torch.ones(shape, dtype=dtype) for shape in ((m, k), (k, n), (m, n)))
+    return partial(torch.mm, a, b, out=made), 2.0 * m * k * n
+
+
+def _products(readings: Mapping[Any, Reading]) -> Products:
+    """FLOP/s on the grid; beyond the limit a product runs as fast as the largest measured one that it contains."""
+    steps = tuple(sorted({size for sizes in readings for size in sizes}))
     rates: dict[Sizes, float] = {}
-    steps = sweep.steps if dtype is torch.float32 or len(sweep.steps) < 3 else sweep.steps[::2]
-    for m, k, n in sorted(itertools.product(steps, repeat=3), key=math.prod):
-        flops = 2.0 * m * k * n
-        if flops > sweep.flops:
-            rates[m, k, n] = _contained((m, k, n), rates, steps)
-        else:
-            a, b, made = (torch.ones(shape, dtype=dtype) for shape in ((m, k), (k, n), (m, n)))
-            # into memory that is there: what fresh memory costs has a figure of its own
-            rates[m, k, n] = flops / best_of(partial(torch.mm, a, b, out=made), sweep.seconds / 4)
+    for sizes in sorted(itertools.product(steps, repeat=3), key=math.prod):
+        seconds, flops = readings.get(sizes, (0.0, 0.0))
+        rates[sizes] = flops / seconds if seconds else _contained(sizes, rates, steps)
     return Products(steps, rates)
 
 
@@ -222,75 +289,116 @@ def _functions_in_order(x: torch.Tensor, y: torch.Tensor, g: torch.Tensor) -> di
     }  # fmt: skip
 
 
-def _weights(host: Host, sweep: Sweep) -> Iterator[tuple[str, float]]:
-    """Single kernels beside the curve of their kind, at a size where arithmetic decides."""
+def _single_points(sweep: Sweep) -> Iterator[Point]:
+    """Single kernels, at a size where arithmetic decides."""
     size = WEIGHED // 8
     arrays = [torch.rand(size) + 0.5 for _ in range(3)]
-    for name, (run, count) in {**_functions(*arrays), **_functions_in_order(*arrays)}.items():
-        yield name, _weigh(Work(name, 4.0 * count * size), run, host, sweep)
     apart = [(torch.rand(size, 2) + 0.5)[:, 0] for _ in range(3)]
+    for name, (run, count) in {**_functions(*arrays), **_functions_in_order(*arrays)}.items():
+        yield Point(SINGLE, name, partial(_as_is, run, 4.0 * count * size), sweep.seconds)
     for name, (run, count) in _functions(*apart).items():
-        yield f"{name} by element", _weigh(Work(name, 4.0 * count * size, run=1), run, host, sweep)
-    yield "transposed", _weigh_transposed(sweep)
+        yield Point(SINGLE, name + APART, partial(_as_is, run, 4.0 * count * size), sweep.seconds)
 
 
-def _weigh(work: Work, run: Callable[[], object], host: Host, sweep: Sweep) -> float:
-    start, whole = (kernel_seconds(replace(work, bytes=size), host) for size in (1.0, work.bytes))
-    return max(0.05, (best_of(run, sweep.seconds) - start) / max(whole - start, 1e-12))
-
-
-def _weigh_transposed(sweep: Sweep) -> float:
-    """How many times as long a product takes whose first operand lies by columns."""
+def _other_points(sweep: Sweep) -> Iterator[Point]:
+    """What is compared with its like: operands that lie by columns, lists, memory from the system."""
     outer, inner = (sweep.steps[len(sweep.steps) // 2] * times for times in (1, 3))
     a, b = torch.rand(outer, inner), torch.rand(inner, outer)
     turned = a.t().contiguous().t()
-    return best_of(lambda: turned @ b, sweep.seconds * 2) / best_of(lambda: a @ b, sweep.seconds * 2)
+    lists = [[torch.rand(8) for _ in range(32)] for _ in range(2)]
+    yield Point(OTHER, "by columns", partial(_as_is, partial(torch.matmul, turned, b), 1.0), sweep.seconds * 2)
+    yield Point(OTHER, "by rows", partial(_as_is, partial(torch.matmul, a, b), 1.0), sweep.seconds * 2)
+    yield Point(OTHER, "list", partial(_as_is, partial(private.foreach_add_, *lists), 32.0), sweep.seconds)
+    yield Point(OTHER, "fresh", partial(_copy_large, False), sweep.seconds * 4)
+    yield Point(OTHER, "there", partial(_copy_large, True), sweep.seconds * 4)
 
 
-def _calls(host: Host, sweep: Sweep) -> dict[str, float]:
-    """What calls cost besides their kernels, on small tensors."""
+def _as_is(run: Callable[[], object], amount: float) -> Made:
+    return run, amount
+
+
+def _copy_large(is_there: bool) -> Made:
+    """A copy into memory that is there, or into memory that the system gives and takes back every time.
+
+    A clone would not do: the C library may have so much in its heap.
+    """
+    source = torch.ones(FRESH // 2)
+    there = torch.empty_like(source)
+    return lambda: (there if is_there else _take_from_system(source.nbytes)).copy_(source), float(source.nbytes)
+
+
+def _take_from_system(size: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.float32)
+
+
+def _weights(found: Readings, host: Host) -> dict[str, float]:
+    """Single kernels beside the curve of their kind, and products whose first operand lies by columns beside others."""
+    weights = {name: _weigh(name, *reading, host) for name, reading in found[SINGLE].items()}
+    return {**weights, "transposed": found[OTHER]["by columns"][0] / found[OTHER]["by rows"][0]}
+
+
+def _memory_costs(readings: Mapping[Any, Reading], host: Host) -> dict[str, float]:
+    """What a tensor of a list costs beside a kernel, and a byte from the system beside one that is there."""
+    (listed, items), (fresh, size), (there, _) = (readings[name] for name in ("list", "fresh", "there"))
+    item = (listed - host.curve("in place").points[0][1]) / items
+    return {"item": max(item, LEAST), "fresh": max((fresh - there) / size, LEAST)}
+
+
+def _weigh(name: str, seconds: float, touched: float, host: Host) -> float:
+    work = Work(name.removesuffix(APART), touched, run=int(name.endswith(APART)))
+    start, whole = (kernel_seconds(replace(work, bytes=size), host) for size in (1.0, touched))
+    return max(0.05, (seconds - start) / max(whole - start, 1e-12))
+
+
+# Calls, on small tensors: what they cost besides their kernels
+
+Run = Callable[[], Any]
+
+
+def _calls() -> dict[str, Run]:
+    """What is called: a small layer, where one op is not like the one before, its backward, and single calls."""
     mesh = open_mesh((8,))
     x, square = (randn(*shape, mesh=mesh, placements="S(0)") for shape in ((8 * 32,), (16, 16)))
-    lists = [[torch.rand(8) for _ in range(32)] for _ in range(2)]
-    found = {
-        **_layer_calls(mesh, host, sweep),
-        "again": _beside(lambda: x + x, host, sweep),
-        "all_reduce": _beside(lambda: collectives.all_reduce(x), host, sweep),
-        "all_gather": _beside(lambda: collectives.all_gather(x, 0), host, sweep),
-        "reduce_scatter": _beside(lambda: collectives.reduce_scatter(x, 0), host, sweep),
-        "all_to_all": _beside(lambda: collectives.all_to_all(square, 1, 0), host, sweep),
-        "broadcast": _beside(lambda: collectives.broadcast(x), host, sweep),
+    forward = _layer(mesh)
+    return {
+        "op": forward,
+        "kernel": partial(forward().backward, retain_graph=True),
+        "again": lambda: x + x,
+        "all_reduce": lambda: collectives.all_reduce(x),
+        "all_gather": lambda: collectives.all_gather(x, 0),
+        "reduce_scatter": lambda: collectives.reduce_scatter(x, 0),
+        "all_to_all": lambda: collectives.all_to_all(square, 1, 0),
+        "broadcast": lambda: collectives.broadcast(x),
     }
-    alone = host.curve("in place").points[0][1]
-    found["item"] = (best_of(lambda: private.foreach_add_(*lists), sweep.seconds) - alone) / 32
-    found["fresh"] = _fresh(sweep)
-    return {name: max(seconds, 1e-15) for name, seconds in found.items()}
 
 
-def _fresh(sweep: Sweep) -> float:
-    """Seconds per byte of memory that comes from the system, beyond writing it."""
-    source = torch.rand(FRESH // 2)
-    target = torch.empty_like(source)
-    there = best_of(lambda: target.copy_(source), sweep.seconds * 4)
-    return (best_of(lambda: source.clone(), sweep.seconds * 4) - there) / source.nbytes
+def _call_points(calls: Mapping[str, Run], sweep: Sweep) -> Iterator[Point]:
+    rounds = sweep.rounds if HERE.count > 1 else 0
+    for name, run in calls.items():
+        yield Point(CALL, name, partial(_as_is, run, 1.0), sweep.seconds * 4, rounds)
 
 
-STEPS = len([*_kernels()]) + len(DTYPES) + 2  # what is told of
+def _call_costs(found: Readings, calls: Mapping[str, Run], host: Host) -> dict[str, float]:
+    """What a call and a kernel of backward cost besides their kernels."""
+    priced = {name: _price(run, host) for name, run in calls.items()}
+    costs = {name: found[CALL][name][0] - each.seconds for name, each in priced.items()}
+    costs["op"] /= len(priced["op"].calls)
+    costs["kernel"] /= priced["kernel"].kernels
+    return {**host.calls, **{name: max(seconds, LEAST) for name, seconds in costs.items()}}
+
+
+def _price(run: Run, host: Host) -> HostTime:
+    with host_time(host) as found:
+        run()
+    return found
+
+
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 CALLS = ("op", "again", *COLLECTIVES, "kernel", "item", "fresh")
-
-
-def _layer_calls(mesh: Mesh, host: Host, sweep: Sweep) -> dict[str, float]:
-    """What a call and a kernel of backward cost in a small layer, where one op is not like the one before."""
-    forward = _layer(mesh)
-    with host_time(host) as priced:
-        loss = forward()
-    took = _best(forward, sweep)
-    per_call = (took - priced.seconds) / len(priced.calls)
-    with host_time(host) as back:
-        loss.backward(retain_graph=True)
-    took = _best(partial(loss.backward, retain_graph=True), sweep)
-    return {"op": per_call, "kernel": (took - back.seconds) / back.kernels}
+LEAST = 1e-15  # seconds of what the tables explain to the last bit
+SINGLE, OTHER, BETWEEN, CALL = "single kernels", "copies and lists", "collectives between processes", "calls"
+APART = " by element"
+STEPS = PASSES * (len([*_kernels()]) + len(DTYPES) + 3) + 1  # what is told of
 
 
 def _layer(mesh: Mesh) -> Callable[[], Any]:
@@ -311,45 +419,49 @@ def _layer(mesh: Mesh) -> Callable[[], Any]:
 
 # What processes do together, each as often as the others
 
+Send = Callable[[torch.Tensor], object]
 
-def _between(sweep: Sweep) -> Iterator[tuple[tuple[str, int], Curve]]:
-    """Collectives between the processes that there are, by the bytes that each one gives."""
+
+def _sent() -> dict[str, Send]:
+    """The collectives between the processes that there are; none in one process."""
     group = group_of(open_mesh((8,)), [0]) if HERE.count > 1 else None
     if group is None:
-        return
+        return {}
     count = group.processes
-    run: dict[str, Callable[[torch.Tensor], object]] = {
+    return {
         "all_reduce": lambda x: wire.all_reduce(x, group, own=True),
         "all_gather": lambda x: wire.all_gather(x, group),
         "reduce_scatter": lambda x: wire.reduce_scatter(x.view(count, -1), group),
         "all_to_all": lambda x: wire.all_to_all(x.view(count, -1), group),
         "broadcast": lambda x: wire.broadcast(x, group, 0),
     }
-    for kind, send in run.items():
-        points = {}
+
+
+def _sent_points(sent: Mapping[str, Send], sweep: Sweep) -> Iterator[Point]:
+    """Collectives by the bytes that each process gives."""
+    for kind, send in sent.items():
         for size in sweep.sent:
-            x = torch.zeros(size // 4 // count * count)
-            points[float(x.nbytes)] = _best_together(
-                partial(send, x), max(min(8, sweep.rounds), sweep.rounds * (1 << 20) // max(size, 1 << 20))
-            )
-        yield (kind, count), Curve(tuple(points.items()))
+            rounds = max(min(4, sweep.rounds), sweep.rounds * (1 << 20) // max(size, 1 << 20))
+            yield Point(BETWEEN, (kind, size), partial(_give, send, size), rounds=rounds)
 
 
-def _best(run: Callable[[], object], sweep: Sweep) -> float:
-    return best_of(run, sweep.seconds * 4) if HERE.count == 1 else _best_together(run, sweep.rounds)
+def _give(send: Send, size: int) -> Made:
+    x = torch.zeros(size // 4 // HERE.count * HERE.count)
+    return partial(send, x), float(x.nbytes)
 
 
-def _best_together(run: Callable[[], object], rounds: int) -> float:
-    run()
-    return min(timeit.repeat(run, number=1, repeat=rounds))
+def _between(found: Readings, sent: Mapping[str, Send], host: Host) -> dict[tuple[str, int], Curve]:
+    """Curves of the collectives without their kernels.
 
-
-def _beside(run: Callable[[], object], host: Host, sweep: Sweep) -> float:
-    """The seconds of a call that its kernels do not explain."""
-    took = _best(run, sweep)
-    with host_time(host) as found:
-        run()
-    return took - found.seconds
+    A reduce-scatter adds what arrives, the root of a broadcast copies what it sends: a program's kernels are priced as
+    they are seen, those too, so the curve is what they do not explain.
+    """
+    host = replace(host, processes={(kind, HERE.count): Curve(((1.0, LEAST),)) for kind in sent})
+    points: dict[str, dict[float, float]] = {kind: {} for kind in sent}
+    for (kind, size), (took, given) in found.get(BETWEEN, {}).items():
+        run, _ = _give(sent[kind], size)
+        points[kind][given] = max(LEAST, took - _price(run, host).seconds)
+    return {(kind, HERE.count): Curve(tuple(sorted(each.items()))) for kind, each in points.items()}
 
 
 if __name__ == "__main__":  # one of several processes, all measuring at once; the first writes what it found

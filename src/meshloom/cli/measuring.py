@@ -1,4 +1,4 @@
-"""The figures of this machine, measured: best of many, since other work only ever adds time.
+"""The figures of this machine, measured: what a call takes on average, without the few that other work held up.
 
 The devices are virtual and share the machine. All of them compute at once, in one call on the block, so each has its
 share of memory, bandwidth and FLOP/s. Latency and bandwidth of links are those with which the price of a collective
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -30,6 +32,7 @@ from meshloom.tensor.creation import open_mesh, randn
 
 Tell = Callable[[str, int, int], None]
 FIT_ROUNDS = 30
+PASSES = 3  # in which everything is timed once; the best pass counts, so that a disturbance has to come back to be seen
 # What a figure is where the times show none: a nanosecond, a petabyte per second.
 LEAST_LATENCY, LEAST_PER_BYTE = 1e-9, 1e-15
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
@@ -156,35 +159,53 @@ class Clock:
         return max(0.0, taken / (now.wall - self.wall) / (os.cpu_count() or 1))
 
 
-def best_of(work: Callable[[], object], seconds: float) -> float:
-    """The least seconds that a call takes, of as many as fit into `seconds`; three at least, after one to warm up."""
+def typical(times: Sequence[float]) -> float:
+    """What a call takes on average, the slowest tenth of the calls left out.
+
+    The average and not the least: a step of many kernels takes the sum of their averages. The sum of their least times
+    is no time of the step, since no step meets all of its kernels at their best.
+
+    >>> typical([1.0, 2.0] * 4 + [3.0, 500.0])  # another program had the core in one of ten calls
+    1.6666666666666667
+    """
+    return statistics.fmean(sorted(times)[: len(times) - len(times) // 10])
+
+
+def time_for(work: Callable[[], object], seconds: float) -> float:
+    """The typical seconds of a call, of as many as fit into `seconds`; one at least, after one to warm up."""
     work()
-    best, rounds, end = math.inf, 0, time.perf_counter() + seconds
-    while rounds < 3 or time.perf_counter() < end:
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while not times or time.perf_counter() < end:
         start = time.perf_counter()
         work()
-        best = min(best, time.perf_counter() - start)
-        rounds += 1
-    return best
+        times.append(time.perf_counter() - start)
+    return typical(times)
+
+
+def time_rounds(work: Callable[[], object], rounds: int) -> float:
+    """The typical seconds of so many calls, after one to warm up: for what processes do together, each as often."""
+    work()
+    return typical(timeit.repeat(work, number=1, repeat=rounds))
 
 
 def memory_bandwidth(effort: Effort) -> float:
     """Bytes per second, read and written, of a copy into memory that is there."""
     source, target = (torch.ones(effort.copy // 4) for _ in range(2))
-    return 2 * effort.copy / best_of(lambda: target.copy_(source), effort.seconds)
+    return 2 * effort.copy / time_for(lambda: target.copy_(source), effort.seconds)
 
 
 def op_seconds(mesh: Mesh, effort: Effort) -> float:
     """Seconds of an add of 32x32 per device."""
     a, b = [cast(Any, randn(32 * mesh.size, 32, mesh=mesh)) for _ in range(2)]
-    return best_of(lambda: a + b, effort.seconds)
+    return time_for(lambda: a + b, effort.seconds)
 
 
 def matmul_flops(name: str, effort: Effort) -> float:
     """FLOP/s of a square matmul in a dtype."""
     size = effort.matmul
     a, b = (torch.randn(size, size).to(DTYPES[name]) for _ in range(2))
-    return 2 * size**3 / best_of(lambda: a @ b, effort.seconds)
+    return 2 * size**3 / time_for(lambda: a @ b, effort.seconds)
 
 
 def collective_points(mesh: Mesh, axis: str, effort: Effort) -> tuple[Point, ...]:
@@ -200,7 +221,7 @@ def collective_point(kind: str, mesh: Mesh, axis: str, size: int, seconds: float
     """The time of one collective of a value of `size` bytes, into memory that is there."""
     devices = mesh.shape[mesh.axis(axis)]
     work = collective_work(kind, mesh, axis, size)
-    return Point(kind, devices, size, best_of(work, seconds))
+    return Point(kind, devices, size, time_for(work, seconds))
 
 
 def collective_work(kind: str, mesh: Mesh, axis: str, size: int) -> Callable[[], Tensor]:

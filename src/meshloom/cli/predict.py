@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
     step = load_step(options.script, shlex.split(options.args))
     import torch
 
-    from meshloom.cli.measuring import Clock, best_of
+    from meshloom.cli.measuring import PASSES, Clock, time_for
     from meshloom.tensor.host_time import host_time
 
     if torch.get_num_threads() != host.threads:
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> None:
     print(found)
     if options.check:
         clock = Clock.read()
-        took = best_of(step, options.seconds)
+        took = min(time_for(step, options.seconds / PASSES) for _ in range(PASSES))
         print(f"measured  {took * 1e3:.3f} ms\npredicted {found.seconds * 1e3:.3f} ms, {found.seconds / took - 1:+.1%}")
         others = clock.others()
         if others is not None and others > 0.1:

@@ -1,14 +1,17 @@
 """How long a piece of program takes on this machine, by its tables: every kernel priced, none of them timed.
 
-On `device="meta"` nothing is computed; on data the program runs, and is not timed either.
+On `device="meta"` nothing is computed; on data the program runs, and is not timed either. There it is seen whether the
+memory of large results came from the system; on `meta` it is assumed.
 """
 
 from __future__ import annotations
 
 import math
+import resource
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +32,7 @@ class HostTime(Log):
         self.host, self.kernels = host, 0
         self.by_kind: defaultdict[str, float] = defaultdict(float)
         self._is_inside = False
+        self._faults = page_faults()  # so far
         self._ops: list[str] = []  # without gradients; empty of those with gradients
         self._touched = 0.0  # bytes, so far
         self._used: dict[int, float] = {}  # of each storage: the bytes that had been touched after its last use
@@ -62,7 +66,7 @@ class HostTime(Log):
 
     def see(self, kernel: Kernel) -> None:
         """A kernel has run."""
-        work = work_of(kernel)
+        work = self._look_for_fresh(kernel, work_of(kernel))
         self.kernels += not work.is_view
         kind = "product" if work.product is not None else kind_of(work)
         self.by_kind[kind] += kernel_seconds(work, self.host)
@@ -70,6 +74,15 @@ class HostTime(Log):
             self._find(kernel, work)
         if private.current_node() is not None:
             self.by_kind["kernel"] += self.host.calls["kernel"]
+
+    def _look_for_fresh(self, kernel: Kernel, work: Work) -> Work:
+        """The work as it was seen: what the C library still had in its heap did not come from the system.
+
+        Which it is depends on all that the process did before.
+        """
+        before, self._faults = self._faults, page_faults()
+        is_seen = work.fresh and not any(each.is_meta for each in kernel.fresh)
+        return replace(work, fresh=0) if is_seen and (self._faults - before) * LARGEST_PAGE < work.fresh else work
 
     def begin_call(self, call: Any, where: str, tensors: Sequence[Any]) -> None:
         """A planned call."""
@@ -107,6 +120,14 @@ class HostTime(Log):
         lines = [f"{self.seconds * 1e3:.3f} ms on {self.host.name}, {self.kernels} kernels"]
         lines += [f"  {kind:<20} {seconds * 1e3:10.3f} ms" for kind, seconds in listed]
         return "\n".join(lines)
+
+
+LARGEST_PAGE = 2 << 20  # bytes of memory that one fault may bring
+
+
+def page_faults() -> int:
+    """How often this process has been given memory by the system, so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 @contextmanager
