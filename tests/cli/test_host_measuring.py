@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshloom.cli import measuring
-from meshloom.cli.host_measuring import Point, _copy_large, _curve, read_points, repeats
+from meshloom.cli.host_measuring import Point, _copy, _curve, read_points, repeats
 from meshloom.cli.measuring import PASSES, time_for, typical
 from meshloom.tensor.host_time import LARGEST_PAGE, page_faults
 
@@ -103,7 +103,7 @@ def test_sizes_that_come_to_the_same_bytes_are_one_point_of_a_curve() -> None:
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_memory_from_the_system_is_given_anew_every_time_whatever_the_heap_holds(is_there: bool) -> None:
-    run, size = _copy_large(is_there)
+    run, size = _copy(48 << 20, is_there)
     run()
     holes = [torch.ones(20 << 18) for _ in range(8)]  # once free, they may stay in the heap
     del holes

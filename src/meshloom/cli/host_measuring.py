@@ -309,22 +309,22 @@ def _other_points(sweep: Sweep) -> Iterator[Point]:
     yield Point(OTHER, "by columns", partial(_as_is, partial(torch.matmul, turned, b), 1.0), sweep.seconds * 2)
     yield Point(OTHER, "by rows", partial(_as_is, partial(torch.matmul, a, b), 1.0), sweep.seconds * 2)
     yield Point(OTHER, "list", partial(_as_is, partial(private.foreach_add_, *lists), 32.0), sweep.seconds)
-    yield Point(OTHER, "fresh", partial(_copy_large, False), sweep.seconds * 4)
-    yield Point(OTHER, "there", partial(_copy_large, True), sweep.seconds * 4)
+    yield Point(OTHER, "fresh", partial(_copy, sweep.sizes[-1], False), sweep.seconds * 4)
+    yield Point(OTHER, "there", partial(_copy, sweep.sizes[-1], True), sweep.seconds * 4)
 
 
 def _as_is(run: Callable[[], object], amount: float) -> Made:
     return run, amount
 
 
-def _copy_large(is_there: bool) -> Made:
+def _copy(size: int, is_there: bool) -> Made:
     """A copy into memory that is there, or into memory that the system gives and takes back every time.
 
     A clone would not do: the C library may have so much in its heap.
     """
-    source = torch.ones(FRESH // 2)
+    source = torch.ones(size // 4)
     there = torch.empty_like(source)
-    return lambda: (there if is_there else _take_from_system(source.nbytes)).copy_(source), float(source.nbytes)
+    return lambda: (there if is_there else _take_from_system(size)).copy_(source), float(size)
 
 
 def _take_from_system(size: int) -> torch.Tensor:
