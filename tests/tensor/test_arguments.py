@@ -75,6 +75,8 @@ PROGRAMS: dict[str, tuple[Program, torch.Tensor]] = {
     "a dtype, all by name": (lambda x: torch.softmax(dtype=torch.float64, input=x, dim=1), LINE),
     "the input of a norm by name": (lambda x: torch.linalg.norm(input=x, ord=2, dim=1), LINE),
     "a factor by name": (lambda x: torch.cholesky_solve(x, input2=torch.eye(4) * 2), LINE),
+    "a plain tensor that ours is like": (lambda x: F.cosine_similarity(x, torch.ones(4, 4)), LINE),
+    "a plain tensor that broadcasts": (lambda x: F.cosine_similarity(torch.ones(1, 4), x, -1), LINE),
     "a plain line above one of ours": (lambda x: torch.vstack([torch.ones(4), x[0]]), LINE),
 }
 
