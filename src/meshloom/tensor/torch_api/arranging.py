@@ -41,7 +41,7 @@ def _tensor_split(
     tensor_indices_or_sections: Any = None,
 ) -> Any:
     given = (indices_or_sections, indices, sections, tensor_indices_or_sections)
-    asked = next((each for each in given if each is not None), None)
+    asked: Any = next((each for each in given if each is not None), None)
     shape = input.shape
     place = normal_dim(dim, len(shape))
     whole = isinstance(asked, (int, tuple, list)) and bool(shape)
