@@ -144,3 +144,11 @@ def test_norms_of_integers_are_refused_as_in_torch(order: float) -> None:
     for placements in ("R, R", "S(0), S(0)"):
         with pytest.raises(RuntimeError, match="floating point or complex"):
             torch.linalg.vector_norm(loom.distribute(torch.arange(7), MESH, placements), order)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (0, 2, 5)])
+def test_the_mean_of_nothing_is_nan_and_its_padding_zero(shape: tuple[int, ...]) -> None:
+    ours, wanted = loom.zeros(*shape, mesh=MESH, placements={"tp": loom.Shard(len(shape) - 1)}), torch.zeros(shape)
+    for _ in range(2):
+        assert ours.mean(0).isnan().sum().item() == wanted.mean(0).isnan().sum().item()
+        assert ours.mean(0, True).isnan().sum().item() == wanted.mean(0, True).isnan().sum().item()

@@ -75,6 +75,10 @@ PROGRAMS: dict[str, tuple[Program, torch.Tensor]] = {
     "a dtype, all by name": (lambda x: torch.softmax(dtype=torch.float64, input=x, dim=1), LINE),
     "the input of a norm by name": (lambda x: torch.linalg.norm(input=x, ord=2, dim=1), LINE),
     "a factor by name": (lambda x: torch.cholesky_solve(x, input2=torch.eye(4) * 2), LINE),
+    "numbers in a tuple within an index": (lambda x: (x[:, (1, -1)], x[(0, 2, 2),], x[(0, 1), 1:]), LINE),
+    "an assignment by numbers in a tuple": (lambda x: [x, x.__setitem__((slice(None), (1, 2)), 5.0)][:1], LINE),
+    "a plain tensor that ours is like": (lambda x: F.cosine_similarity(x, torch.ones(4, 4)), LINE),
+    "a plain tensor that broadcasts": (lambda x: F.cosine_similarity(torch.ones(1, 4), x, -1), LINE),
     "a plain line above one of ours": (lambda x: torch.vstack([torch.ones(4), x[0]]), LINE),
 }
 

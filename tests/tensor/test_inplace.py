@@ -769,3 +769,17 @@ def test_a_write_into_a_detached_partial_tensor_keeps_the_gradient_of_the_tracke
     check_same(tracked.detach(), expected)
     tracked.sum().backward()
     check_same(leaf.grad, torch.full((3,), -2.0))
+
+
+@pytest.mark.parametrize("placed", ["P(max)", "P(min)", "P(prod)", "P(sum)", "S(0), S(0)"])
+@pytest.mark.parametrize("shape", [(5, 3), (4, 4)])
+def test_a_view_from_before_its_base_was_turned_writes_what_the_base_was(shape: tuple[int, int], placed: str) -> None:
+    dense = torch.linspace(-2, 2, shape[0] * shape[1]).reshape(shape)
+    mesh = loom.Mesh(d=2) if placed.startswith("P") else loom.Mesh(a=2, b=2)
+    ours = loom.distribute(dense.clone(), mesh, "R" if placed.startswith("P") else placed).redistribute(placed)
+    for each in (ours, dense):
+        before = each[0]
+        each.t_().add_(1).unsqueeze_(0)
+        each.mul_(2)
+        before.sub_(3)
+    torch.testing.assert_close(ours.to_torch(), dense)

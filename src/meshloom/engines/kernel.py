@@ -236,9 +236,9 @@ def _needs_mask(plan: Plan) -> bool:
     op = find(plan.call.op)
     if op.at_zero != "zero":
         return True
-    if op.signature is not None:
-        return False
     out = plan.raw[0]
+    if op.signature is not None:  # the mean of nothing is nan, also over padding
+        return not op.view and 0 not in out.shape and any(0 in topology.shape for topology in plan.ins)
     if len(plan.call.operands) < len(plan.call.leaves) + len(plan.call.arguments):
         return True
     for dim in out.padded_dims:

@@ -101,6 +101,7 @@ def unpad(data: torch.Tensor, dim: int, size: int, shards: Shape) -> torch.Tenso
 
 
 @lru_cache(maxsize=4096)
+@torch.inference_mode(False)  # it is kept, and autograd saves nothing that was made in that mode
 def _valid(topology: Topology, dims: tuple[int, ...], device: str) -> torch.Tensor | None:
     """True where the stored array holds an element along these dims; None where all of it does."""
     mask: torch.Tensor | None = None
@@ -113,6 +114,7 @@ def _valid(topology: Topology, dims: tuple[int, ...], device: str) -> torch.Tens
 
 
 @lru_cache(maxsize=4096)
+@torch.inference_mode(False)
 def padding_of(topology: Topology, device: torch.device) -> torch.Tensor | None:
     """True where the stored array holds padding, broadcastable to it; None where it has none.
 

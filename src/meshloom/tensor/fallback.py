@@ -25,7 +25,7 @@ from meshloom.runtime import state, where
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.gradient_sums import Back, follow, is_tracked
 from meshloom.tensor.joining import refuse_plain_results
-from meshloom.tensor.moving import same_storage, shadow_of, to_dense
+from meshloom.tensor.moving import same_storage, shadow_of, to_dense, version_of
 from meshloom.tensor.reading import find_mesh
 from meshloom.tensor.refusals import refuse_transforms, transforms_refused
 from meshloom.tensor.views import Recipe, is_alias, made_anew, moved_view, path_of, tie
@@ -75,10 +75,18 @@ class Operand:
     tensor: Tensor
     given: Any
     dense: torch.Tensor
-    version: int
+    version: int | None
     moved: bool
     whole: tuple[Tensor, torch.Tensor] | None = None  # what is written: the base of a view, with its dense value
     is_detached: bool = False  # the view has not the history of its base
+
+
+def _copy_counted(data: torch.Tensor) -> torch.Tensor:
+    """A copy that torch counts writes of, which it does not of what was made in inference mode."""
+    if not data.is_inference():
+        return data.clone()
+    with torch.inference_mode(False):
+        return data.clone()
 
 
 class Gathered:
@@ -128,10 +136,11 @@ class Gathered:
             data = to_dense(tensor, self.name)
         if not data.is_contiguous():  # as a dense tensor would be: some functions look at strides
             data = data.contiguous()
-        if moved_view(tensor) is not None and same_storage(data, tensor._data):
-            data = data.clone()
+        is_own = same_storage(data, tensor._data)
+        if (moved_view(tensor) is not None and is_own) or (data.is_inference() and not is_own):
+            data = _copy_counted(data)
         moved = bool(moves(tensor.topology, tensor.topology.replicated, state.machine))
-        self.operands.append(Operand(tensor, given, data, data._version, moved))
+        self.operands.append(Operand(tensor, given, data, version_of(data), moved))
         return data
 
     def _gather_base(self, tensor: Tensor, given: object) -> torch.Tensor:
@@ -139,12 +148,13 @@ class Gathered:
         base, recipes = path_of(tensor)
         detached = any(recipe.is_detached for recipe in recipes)
         whole = to_dense(base, self.name).detach() if detached else to_dense(made_anew(base), self.name)
-        whole = whole.clone() if same_storage(whole, base._data) else whole
+        if whole.is_inference() or same_storage(whole, base._data):
+            whole = _copy_counted(whole)
         data = whole
         for recipe in recipes:
             data = recipe.of_dense(data)
         moved = bool(moves(base.topology, base.topology.replicated, state.machine))
-        self.operands.append(Operand(tensor, given, data, data._version, moved, (base, whole), detached))
+        self.operands.append(Operand(tensor, given, data, version_of(data), moved, (base, whole), detached))
         return data
 
     def write_back(self) -> None:
@@ -157,7 +167,7 @@ class Gathered:
                     tensor=tensor.topology,
                     fix="use the form without the underscore, which gives a new tensor",
                 )
-            if data._version == operand.version or same_storage(data, tensor._data):
+            if version_of(data) == operand.version or same_storage(data, tensor._data):
                 continue
             base, whole = operand.whole or (tensor, data)
             if operand.is_detached and whole.requires_grad:

@@ -40,6 +40,11 @@ def same_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
     return held.data_ptr() == other.data_ptr() != 0
 
 
+def version_of(data: torch.Tensor) -> int | None:
+    """How often an array was written; None where nobody counts, as in inference mode."""
+    return None if data.is_inference() else data._version
+
+
 def target_topology(tensor: Tensor, placements: Placements | None, mesh: Mesh | None = None) -> Topology:
     """Where a redistribution leads; axes that a dict does not name stay as they are, or are R on another mesh."""
     topology = tensor.topology

@@ -18,7 +18,7 @@ from meshloom.ops import OPS
 from meshloom.placement import Partial
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.lazy import STORED, Lazy, ask
-from meshloom.tensor.moving import redistribute, same_storage
+from meshloom.tensor.moving import redistribute, same_storage, version_of
 from meshloom.tensor.refusals import refuse_transforms
 
 
@@ -61,30 +61,30 @@ class MovedView:
     One that `is_cut` has a history of its own: it was detached, or its base holds integers (`view(dtype)`).
     """
 
-    __slots__ = ("_base", "_topology", "is_cut", "is_detached", "recipe", "source", "tracked", "version")
+    __slots__ = ("_base", "_old", "is_cut", "is_detached", "recipe", "source", "tracked", "version")
 
     def __init__(self, base: Tensor, recipe: Recipe, tracked: bool, is_detached: bool = False) -> None:
-        self._base, self._topology, self.recipe = base, base.topology, recipe
+        self._base, self._old, self.recipe = base, vars(base).get("_old"), recipe
         self.tracked, self.is_detached = tracked, is_detached
         self.is_cut = is_detached or not (base._data.is_floating_point() or base._data.is_complex())
         self.source = base._data
-        self.version = self.source._version
+        self.version = version_of(self.source)
 
     @property
     def base(self) -> Tensor:
         """The tensor that it is a view of; one that was turned in place since is asked for what it was."""
-        while self._base.topology is not self._topology and "_old" in vars(self._base):
+        while vars(self._base).get("_old") is not self._old:
             self._base = vars(self._base)["_old"]
         return self._base
 
     def find(self, tensor: Tensor) -> torch.Tensor:
         """The array, made again if the base has changed."""
         data = self.base._data
-        if data is not self.source or data._version != self.version:
+        if data is not self.source or self.version is None or data._version != self.version:
             with torch.set_grad_enabled(self.tracked):
                 made = redistribute(self.recipe.of_tensor(self.base), tensor.topology.placements)
             self._renew(tensor, made._data if made.__class__ is Tensor else STORED.__get__(made))
-            self.source, self.version = data, data._version
+            self.source, self.version = data, version_of(data)
         found: torch.Tensor = STORED.__get__(tensor)
         return found
 
@@ -182,6 +182,7 @@ def is_alias(view: torch.Tensor, data: torch.Tensor) -> bool:
     return same_storage(view, data)
 
 
+@torch.inference_mode(False)  # in that mode no tensor says that it is a view
 def _is_copied(base: Tensor, recipe: Recipe) -> bool:
     """Whether torch would copy: `reshape` of what is not contiguous where it is dense."""
     like = dense_like(base)
@@ -256,7 +257,12 @@ _FOLDED = frozenset(map(Partial, ("max", "min", "prod")))
 
 def turn(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> None:
     """Make a tensor a view of what it was, as `t_()` does; its views stay those of what it was."""
-    old = detach_view(tensor, Tensor(tensor.topology, tensor._data))
+    old, view = Tensor(tensor.topology, tensor._data), moved_view(tensor)
+    old._view, old._recipe = tensor._view, tensor._recipe
+    if "_old" in vars(tensor):  # it was turned before
+        old._old = tensor._old
+    if view is not None:
+        ask(old, MovedView(view.base, view.recipe, view.tracked, view.is_detached))
     made = change(old)
     if made is old:
         return

@@ -47,7 +47,7 @@ def _by_tensors(index: object, ndim: int) -> tuple[tuple[Any, ...] | None, tuple
     None for what has no rule: boolean masks, whose result depends on values, and 0-d tensors among others.
     """
     parts = [_as_index(each) for each in (index if isinstance(index, tuple) else (index,))]
-    if not all(_is_tensor(each) or _is_basic(each) for each in parts):
+    if not all(_is_tensor(each) or (_is_basic(each) and not isinstance(each, tuple)) for each in parts):
         return None
     counted = [each for each in parts if _is_tensor(each)]
     if any(each.dtype not in _COUNTING or (not each.ndim and len(counted) > 1) for each in counted):
@@ -65,8 +65,8 @@ def _is_tensor(value: object) -> bool:
 
 
 def _as_index(value: object) -> Any:
-    """A list of whole numbers or an array counts as a tensor."""
-    if isinstance(value, numpy.ndarray) or (isinstance(value, list) and value and all(map(_is_int, value))):
+    """Whole numbers in a list, or in a tuple within an index, and an array count as a tensor."""
+    if isinstance(value, numpy.ndarray) or (isinstance(value, (list, tuple)) and value and all(map(_is_int, value))):
         return torch.as_tensor(value)
     return value
 

@@ -10,6 +10,7 @@ from meshloom.ops import OPS
 from meshloom.ops.binding import bind
 from meshloom.tensor.calling import Overload, invoke, pure, table_call, table_results
 from meshloom.tensor.fallback import fallback
+from meshloom.tensor.reading import as_tensor, find_mesh
 from meshloom.tensor.writing import write_out
 from meshloom.types import Dims
 
@@ -141,7 +142,10 @@ def _normalize(
     return table_call("div", input, table_call("clamp_min", size, eps), out=out)
 
 
-def _cosine_similarity(x1: torch.Tensor, x2: torch.Tensor, dim: int = 1, eps: float = 1e-8) -> torch.Tensor:
+def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> torch.Tensor:
+    mesh = find_mesh((x1, x2))
+    if mesh is not None:  # one of them may be a plain tensor
+        x1, x2 = as_tensor(x1, mesh), as_tensor(x2, mesh)
     if x1.shape != x2.shape:  # a dim of size 1 counts as often as it is read
         shape = torch.broadcast_shapes(x1.shape, x2.shape)
         x1, x2 = (table_call("expand", each, *shape) for each in (x1, x2))
