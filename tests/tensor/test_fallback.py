@@ -550,3 +550,30 @@ def test_a_function_without_a_rule_is_quiet_where_nothing_moves_or_somebody_reco
         with loom.record() as log:
             torch.renorm(x, 2, 0, 1.0)
     assert log.fallbacks == {"renorm": 1}
+
+
+@pytest.mark.parametrize("name", ["get_device", "is_conj", "is_inference", "is_neg", "is_pinned", "is_shared"])
+def test_a_question_that_the_stored_array_answers_gathers_nothing(name):
+    dense = values(M, "float", 0)
+    x = loom.distribute(dense, MESH, "S(0), S(1)")
+    with loom.communication("forbid"), loom.record() as log:
+        assert getattr(x, name)() == getattr(dense, name)()
+        if hasattr(torch, name):
+            assert getattr(torch, name)(x) == getattr(torch, name)(dense)
+    assert not log.fallbacks
+
+
+def test_resolving_a_conjugate_keeps_the_tensor_or_gives_its_value():
+    dense = torch.view_as_complex(torch.randn(6, 4, 2))
+    x = loom.distribute(dense, MESH, "S(0), S(1)")
+    assert x.resolve_conj() is x and x.resolve_neg() is x and torch.resolve_conj(x) is x
+    check_same(x.conj().resolve_conj(), dense.conj().resolve_conj(), "S(0), S(1)")
+
+
+def test_memory_is_shared_where_it_lies():
+    module = torch.nn.Linear(4, 6)
+    module.weight = loom.Parameter(module.weight.detach(), MESH, "S(0), R")
+    weight, before = module.weight, module.weight.detach().to_torch()
+    assert not weight.is_shared()
+    assert module.share_memory() is module and module.weight is weight and weight.is_shared()
+    assert torch.equal(weight.detach().to_torch(), before)

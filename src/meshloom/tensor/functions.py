@@ -90,8 +90,13 @@ WRITTEN = {
     if is_written(name) and name not in OVERLOADS and name not in INPLACE and hasattr(torch.Tensor, name)
 }
 LISTS = {getattr(torch, name): name for name in dir(torch) if is_of_lists(name)}
-# questions about a tensor that its array answers, which optimizers ask at every step
-ASKED = frozenset((torch.is_complex, torch.is_floating_point))
+# questions about a tensor that its array answers
+ASKED = frozenset(
+    getattr(place, name)
+    for name in "get_device is_complex is_conj is_floating_point is_inference is_neg is_pinned is_shared".split()
+    for place in (torch, torch.Tensor)
+    if hasattr(place, name)
+)
 _ACCESS = frozenset(("__get__", "__set__", "__delete__"))
 
 
@@ -109,13 +114,12 @@ def _access(function: Any, kind: str, args: tuple[Any, ...]) -> Any:
 KNOWN_ATTRIBUTES = frozenset(("real", "imag", "H", "mH"))
 _OF_ARRAYS = frozenset("_backward_hooks _post_accumulate_grad_hooks output_nr grad_dtype".split())
 # what torch answers from the tensor itself: global sizes, no storage
-NATIVE = frozenset(
-    "stride storage_offset is_contiguous is_pinned is_set_to has_names dim_order sym_numel sym_size".split()
-)
+NATIVE = frozenset("stride storage_offset is_contiguous is_set_to has_names dim_order sym_numel sym_size".split())
 
 
 QUESTIONS = frozenset(
     "size numel nelement dim ndimension is_complex is_floating_point is_contiguous element_size item tolist numpy "
     "requires_grad_ retain_grad register_hook detach_ is_signed is_same_size __len__ __bool__ __float__ __int__ "
-    "__index__ __contains__ __format__ __array__ __repr__ __hash__ data_ptr untyped_storage storage".split()
+    "__index__ __contains__ __format__ __array__ __repr__ __hash__ data_ptr untyped_storage storage resolve_conj "
+    "resolve_neg share_memory_".split()
 )

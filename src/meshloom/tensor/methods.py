@@ -257,6 +257,11 @@ def _set_requires_grad(self: Tensor, value: bool) -> None:
     _requires_grad_(self, bool(value))
 
 
+def _share_memory_(self: Tensor) -> Tensor:
+    self._data.share_memory_()
+    return self
+
+
 def gradient_of(tensor: Tensor) -> Tensor | None:
     """The gradient of a leaf, placed as the leaf is, its padding zero; backward has summed it."""
     kept = tensor._gradient
@@ -405,6 +410,9 @@ _OWN: dict[str, Any] = {
     "contiguous": _itself_or(
         "contiguous", lambda self, args: not args and (self._view is None or self._data.is_contiguous())
     ),
+    "resolve_conj": _itself_or("resolve_conj", lambda self, args: not self._data.is_conj()),
+    "resolve_neg": _itself_or("resolve_neg", lambda self, args: not self._data.is_neg()),
+    "share_memory_": _share_memory_,
     "size": _size,
     "numel": lambda self: math.prod(self.topology.shape),
     "nelement": lambda self: math.prod(self.topology.shape),
