@@ -204,6 +204,18 @@ def test_a_client_that_is_interrupted_in_a_wait_goes_on():
     check_gone(pids)
 
 
+@pytest.mark.parametrize("name", [None, "busy"])
+def test_workers_that_are_still_busy_when_their_client_closes_them_end_well(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with loom.launch(workers=2, timeout=TIMEOUT, threads=1, detach=name) as made:
+        pids, work = pids_of(made), ones(made, 1000, 1000)
+        for _ in range(10):  # one frame each, most of them unread when the client leaves
+            work = work @ work * 0
+            time.sleep(0.01)
+    check_gone(pids)
+    assert made._starter.process.returncode == 0
+
+
 def test_workers_that_stay_serve_the_next_client(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with start_client("detach") as process:

@@ -34,6 +34,7 @@ def home() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="r") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", folder)
         patch.delenv("RAY_ADDRESS", raising=False)
+        patch.setenv("RAY_raylet_start_wait_time_s", "120")  # a busy machine is no failure
         yield Path(folder)
 
 

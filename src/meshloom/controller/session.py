@@ -35,6 +35,7 @@ IDLE = 0.005  # seconds without a call after which the thread sleeps
 LOOK = 0.5  # seconds between two looks for workers that are lost
 SEEN = 0.5  # seconds in which a launcher sees that a worker has ended
 REFUSED = "refused:"  # before the name of a call that cannot be sent
+FAREWELL = 4.0  # seconds for workers to come to the end that they were told of
 GRACE = 5.0  # seconds in which the others must fail too, or the cluster is broken
 
 
@@ -163,7 +164,8 @@ class Session:
         self.numbers = itertools.count(1)
         self.issued, self._count = 0, itertools.count(1)
         self.failure: MeshloomError | None = None
-        self.is_closed = self._is_left = False
+        self.is_closed = False
+        self._farewell = 0.0  # seconds for which workers that were told to end or to stay are heard out
         self.log: deque[Any] = deque(maxlen=KEPT)
         self.counts: Counter[str] = Counter()
         self.context: Any = None
@@ -288,11 +290,13 @@ class Session:
         """Say goodbye, if anybody listens; workers that stay wait for another client."""
         if self.is_closed:
             return
+        patience = self.timeout if stays else FAREWELL
         if self.failure is None or not getattr(self.failure, "is_final", False):
             self.queue.append(["l"] if stays else ["e"])
-        self._is_left, self.is_closed = stays, True
+            self._farewell = patience
+        self.is_closed = True
         self.wake()
-        self._thread.join(self.timeout if stays else 5)
+        self._thread.join(patience + 1)
 
     def leave_to_parent(self) -> None:
         """In a forked process: the workers are the parent's, and must see when it ends."""
@@ -311,7 +315,7 @@ class Session:
         try:
             while not (self.is_closed and not self.queue and not any(peer.out for peer in self._peers)):
                 self._pump()
-            if self._is_left:
+            if self._farewell:
                 self._hear_out()
         except MeshloomError as error:
             self._break(error)
@@ -326,7 +330,7 @@ class Session:
 
     def _hear_out(self) -> None:
         """Wait until the workers hang up: a socket that is closed with something unread takes the last words along."""
-        deadline = time.monotonic() + self.timeout
+        deadline = time.monotonic() + self._farewell
         for peer in self._peers:
             with suppress(OSError):  # a worker that is gone, or late, has heard what it will hear
                 while (left := deadline - time.monotonic()) > 0:

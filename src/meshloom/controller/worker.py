@@ -467,6 +467,8 @@ def main() -> None:
             worker.serve()
         except (Left, ConnectionError):
             worker.line.socket.close()
+            if worker._is_ended:  # the client did not wait for the last words
+                return
             if not worker.stays:
                 raise
             worker.begin_again(dial(address, secret, number, FOREVER))
