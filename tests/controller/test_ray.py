@@ -34,7 +34,6 @@ def home() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="r") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", folder)
         patch.delenv("RAY_ADDRESS", raising=False)
-        patch.setenv("RAY_raylet_start_wait_time_s", "120")  # a busy machine is no failure
         yield Path(folder)
 
 
@@ -146,7 +145,10 @@ def run_program(home: Path, variables: str) -> dict[str, str]:
 def test_a_host_without_memory_is_told(home, monkeypatch):
     monkeypatch.setenv("RAY_memory_usage_threshold", "0.001")  # Ray's own bound: it ends whatever runs
     monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "100")
-    error = raised_within(100, lambda: loom.launch(workers=1, on="ray", timeout=20))
+    for _ in range(3):
+        error = raised_within(100, lambda: loom.launch(workers=1, on="ray", timeout=20))
+        if "timed out during startup" not in str(error):  # on a busy machine: Ray gives its own processes 30 s
+            break
     assert isinstance(error, loom.LaunchError) and "memory was short" in error.headline, error
 
 
