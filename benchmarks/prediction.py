@@ -1,7 +1,7 @@
 """Predicted against measured on this machine: it is calibrated, then asked about sizes and shapes that it did not see.
 
-Every point is measured in three passes over all points, as the calibration does, and the best counts; their spread says
-how far a point repeats at all.
+Every point is measured in three passes over all points, and again where its best was not met twice, as the calibration
+does; the best counts, and the spread of all says how far a point repeats at all.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.optimizers import megatron_placements
 from benchmarks.results import OURS, Row, verdict
 from benchmarks.works import language_step
 from meshloom.cli.host_measuring import FULL, QUICK, measure_host
-from meshloom.cli.measuring import PASSES, time_for
+from meshloom.cli.measuring import read_in_passes, time_for
 from meshloom.fabric.host import Host
 from meshloom.tensor.host_time import host_time
 
@@ -90,10 +90,10 @@ def predictions(quick: bool) -> Iterator[Row]:
 def alone(quick: bool) -> Iterator[Row]:
     """For each point a row with both times and the error of the predicted one; then what lies in the middle."""
     host, listed = measure_host(QUICK if quick else FULL), cases(quick)
-    taken = [[_time(case) for case in listed] for _ in range(PASSES - 1)]
+    readings = read_in_passes([partial(_time, case) for case in listed], float)
     errors = []
-    for case, *before in zip(listed, *taken, strict=True):
-        row = _row(case, host, before)
+    for case, taken in zip(listed, readings, strict=True):
+        row = _row(case, host, taken)
         assert row.error is not None
         errors.append(abs(row.error))
         yield row
@@ -147,14 +147,13 @@ def _time(case: Case) -> float:
     return time_for(run, case.seconds)
 
 
-def _row(case: Case, host: Host, before: list[float]) -> Row:
-    """A point in its last pass."""
+def _row(case: Case, host: Host, taken: list[float]) -> Row:
+    """A point as it was timed, and as it is predicted."""
     run = case.make()
     run()
     run()
     with host_time(host) as found:
         run()
-    taken = [*before, time_for(run, case.seconds)]
     took = min(taken)
     spread = f"{case.detail}, spread {max(taken) / took - 1:.0%}"
     return Row(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,40 +18,46 @@ import torch
 import meshloom as loom
 from benchmarks.prediction import KINDS, make_collective, make_gpt, make_llama, make_mlp
 from meshloom.cli.host_measuring import FULL, QUICK, measure_host
-from meshloom.cli.measuring import PASSES, time_rounds
+from meshloom.cli.measuring import read_in_passes, time_rounds
 from meshloom.fabric.host import Host
 from meshloom.mesh.process import HERE
 from meshloom.processes import join
 from meshloom.tensor.host_time import host_time
 
 SIZES = (3 << 10, 48 << 10, 400 << 10, 2500 << 10, 12 << 20, 40 << 20)
-Point = tuple[str, str, int, Callable[[], object]]
+Point = tuple[str, str, int, Callable[[], Callable[[], object]]]
 
 
 def points(is_quick: bool) -> Iterator[Point]:
-    """Name, detail, rounds and what is called; a collective with the bytes that every process gives."""
+    """Name, detail, rounds and how what is called is made; a collective with the bytes that every process gives."""
     mesh = loom.open_mesh((HERE.count,), axes=("d",))
     for kind in KINDS:
         for size in SIZES[:2] if is_quick else SIZES:
             rounds = 3 if is_quick else max(5, 40 * (1 << 20) // max(size, 1 << 20))
-            yield kind.replace("_", "-"), _text(size), rounds, make_collective(kind, mesh, size // 4 // 8 * 8)
+            yield kind.replace("_", "-"), _text(size), rounds, partial(make_collective, kind, mesh, size // 4 // 8 * 8)
     for plan in ("data", "tensor") if HERE.count == 2 else ():
-        yield "MLP step", plan, 3 if is_quick else 20, make_mlp(plan, mesh)
+        yield "MLP step", plan, 3 if is_quick else 20, partial(make_mlp, plan, mesh)
         grid = loom.open_mesh((1, 2) if plan == "tensor" else (2, 1), axes=("dp", "tp"))
         if not is_quick:
-            yield "GPT step", plan, 10, make_gpt(plan, grid)
+            yield "GPT step", plan, 10, partial(make_gpt, plan, grid)
         if not is_quick and find_spec("transformers") is not None:
-            yield "Llama step", plan, 10, make_llama(plan, grid)
+            yield "Llama step", plan, 10, partial(make_llama, plan, grid)
 
 
-def measure(point: Point, host: Host, before: Sequence[float]) -> dict[str, object]:
-    """Both times of a point in its last pass, and how far the passes lie apart."""
-    name, detail, rounds, run = point
+def time_point(point: Point) -> float:
+    """The typical seconds of a point, made anew."""
+    _, _, rounds, make = point
+    return time_rounds(make(), rounds)
+
+
+def measure(point: Point, host: Host, taken: Sequence[float]) -> dict[str, object]:
+    """Both times of a point, and how far the passes lie apart."""
+    name, detail, _, make = point
+    run = make()
     run()
     run()
     with host_time(host) as found:
         run()
-    taken = [*before, time_rounds(run, rounds)]
     return {
         "work": name,
         "detail": detail,
@@ -69,8 +76,8 @@ if __name__ == "__main__":
     is_quick = sys.argv[2] == "quick"
     torch.manual_seed(0)
     host = measure_host(QUICK if is_quick else FULL)
-    taken = [[time_rounds(run, rounds) for *_, rounds, run in points(is_quick)] for _ in range(PASSES - 1)]
-    listed = zip(points(is_quick), *taken, strict=True)
-    found = [measure(each, host, before) for each, *before in listed]
+    listed = [*points(is_quick)]
+    readings = read_in_passes([partial(time_point, each) for each in listed], float)
+    found = [measure(each, host, taken) for each, taken in zip(listed, readings, strict=True)]
     if HERE.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")

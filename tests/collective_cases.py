@@ -264,6 +264,9 @@ def calls_of_each() -> dict[str, list[str]]:
     for local in ("b", None):
         loom.collectives.all_reduce(x, axis="b" if local else ("a", "b"))
     found["all_reduce over b, then over both"] = [call for call, _ in heard]
+    heard.clear()
+    loom.collectives.all_reduce(loom.ones(mesh.size << 17, mesh=mesh, placements="S(0), S(0)"), axis="a")
+    found["all_reduce of much"] = [call for call, _ in heard]
     return found
 
 

@@ -377,6 +377,23 @@ def test_a_failure_in_the_thread_is_told_by_wait_or_by_the_next_save(tmp_path, m
     assert loom.load(tmp_path / "a", into={"x": torch.zeros(3)})["x"].sum() == 3
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_the_disk_refuses_while_more_is_written_fails_the_save(tmp_path, monkeypatch, asynchronous):
+    def refuse(_: int) -> None:
+        synced.append(True)
+        raise OSError(5, "Input/output error")
+
+    synced: list[bool] = []
+    loom.save({"x": torch.ones(3)}, tmp_path / "a")
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "SYNC", 1 << 20)
+        patched.setattr(files, "_SYNC_DATA", refuse)
+        with pytest.raises(loom.CheckpointError, match="Input/output error"):
+            loom.save({"x": torch.zeros(8 << 20)}, tmp_path / "a", asynchronous=asynchronous).wait()
+    assert synced and names(tmp_path) == ["a"]
+    assert loom.load(tmp_path / "a", into={"x": torch.zeros(3)})["x"].sum() == 3
+
+
 PROGRAM = """
 import sys, torch, meshloom as loom
 from meshloom.checkpoint import saving
@@ -384,24 +401,25 @@ def full(*_, **__):
     raise OSError(28, "No space left on device", "somewhere")
 if sys.argv[2] == "full":
     saving.write_file = full
-loom.save({"x": torch.ones(1000)}, sys.argv[1], asynchronous=True)
+loom.save({"x": torch.ones(int(sys.argv[3]))}, sys.argv[1], asynchronous=True)
 print("the program ends")
 """
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("elements", [1000, 25_000_000])
 @pytest.mark.parametrize("disk", ["full", "empty"])
-def test_a_program_that_ends_waits_for_its_save_and_a_failure_is_an_exit_code(tmp_path, disk):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "a"), disk], capture_output=True, text=True, env={**os.environ}
-    )
+def test_a_program_that_ends_waits_for_its_save_and_a_failure_is_an_exit_code(tmp_path, disk, elements):
+    """Executors take nothing any more once the program has come to its end."""
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "a"), disk, str(elements)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ})
     assert "the program ends" in done.stdout
     if disk == "full":
         assert done.returncode == 1 and "CheckpointError: somewhere: it cannot be written: No space" in done.stderr
         assert names(tmp_path) == []
     else:
         assert done.returncode == 0, done.stderr
-        assert loom.load(tmp_path / "a", into={"x": torch.zeros(1000)})["x"].sum() == 1000
+        assert loom.load(tmp_path / "a", into={"x": torch.zeros(elements)})["x"].eq(1).all()
 
 
 @pytest.mark.slow

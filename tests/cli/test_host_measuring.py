@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from meshloom.cli import measuring
-from meshloom.cli.host_measuring import Point, _copy, _curve, read_points, repeats
-from meshloom.cli.measuring import PASSES, time_for, typical
+from meshloom.cli.host_measuring import Point, _copy, _curve, read_points
+from meshloom.cli.measuring import PASSES, repeats, time_for, typical
 from meshloom.tensor.host_time import LARGEST_PAGE, page_faults
 
 KERNELS = [2e-6 * 1.7**number for number in range(12)]  # seconds, undisturbed

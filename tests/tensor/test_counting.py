@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import meshloom as loom
 from meshloom import Mesh
+from meshloom.tensor import quick
 
 MESH = Mesh(dp=2, tp=4)
 
@@ -97,3 +98,34 @@ def test_a_line_of_quantiles_is_a_new_dim_in_front(dim):
         mine = torch.quantile(place(x, "S(0), S(1)"), q, dim, keepdim)
         torch.testing.assert_close(mine.to_torch(), torch.quantile(x, q, dim, keepdim))
     assert any(isinstance(each, loom.Shard) for each in mine.placements)
+
+
+def test_joins_with_a_plain_tensor_of_no_elements_are_remembered_by_its_dtype_and_nothing_else(monkeypatch):
+    """So begins the cache of keys of a public model, at every forward pass."""
+    mesh = loom.open_mesh((4,))
+    dense = torch.randn(6, 5, requires_grad=True)
+    ours = loom.distribute(dense.detach(), mesh, "S(0)").requires_grad_()
+    general: list[str] = []
+    invoke = quick.invoke
+    monkeypatch.setattr(quick, "invoke", lambda name, *rest: (general.append(name), invoke(name, *rest))[1])
+    for dtype in (torch.float32, torch.float64, torch.int64) * 3:
+        empty = torch.tensor([], dtype=dtype)
+        for before, after in (([empty], []), ([], [empty])):
+            found, expected = (torch.cat([*before, each, *after], dim=-2) for each in (ours, dense))
+            assert found.dtype == expected.dtype
+            torch.testing.assert_close(found.detach().to_torch(), expected.detach())
+            (given,), (wanted,) = (
+                torch.autograd.grad(y.square().sum(), x) for y, x in ((found, ours), (expected, dense))
+            )
+            torch.testing.assert_close(given.to_torch(), wanted)
+    assert general.count("cat") == 2 * 2 + 3 * 2  # twice for f32 and for i64, always where it is cast
+
+
+def test_a_plain_tensor_of_no_elements_that_wants_a_gradient_gets_it_every_time():
+    mesh = loom.open_mesh((2,))
+    x = loom.ones(4, 3, mesh=mesh, placements="S(0)")
+    for _ in range(3):
+        empty = torch.tensor([], requires_grad=True)
+        torch.cat([empty, x]).sum().backward()
+        assert empty.grad is not None and empty.grad.shape == (0,)
+        assert torch.cat([torch.tensor([]), x]).to_torch().sum() == 12

@@ -12,6 +12,8 @@ import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import meshloom as loom
+from meshloom.tensor import optimizer_steps
+from meshloom.tensor.lists import is_dense, is_ordered_as
 from meshloom.tensor.optimizer_steps import StandIn
 from oracle import check_padding
 
@@ -447,3 +449,126 @@ def test_complex_parameters_are_stepped_through_views_of_real_numbers():
             held.abs().square().sum().backward()
             optimizer.step()
     check_same([ours], [dense])
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+@pytest.mark.parametrize(
+    "options", [{}, {"amsgrad": True, "maximize": True, "weight_decay": 0.1}], ids=["plain", "all"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_small_arrays_that_step_as_lists_get_the_bits_of_dense(name, options, dtype, monkeypatch):
+    listed = []
+    foreach_lerp = torch._foreach_lerp_
+    monkeypatch.setattr(torch, "_foreach_lerp_", lambda *args: (listed.append(len(args[0])), foreach_lerp(*args))[1])
+    monkeypatch.setattr(optimizer_steps, "SMALL", 100 * dtype.itemsize)
+    shapes = ((7, 5), (64,), (33, 17), (3,), (40, 3))  # two of more than a hundred elements
+    mesh = loom.open_mesh((4,))
+    dense = [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes]
+    ours = [loom.Parameter(each.detach().clone(), mesh, "S(0)") for each in dense]
+    optimizers = [getattr(torch.optim, name)(held, lr=0.05, **options) for held in (dense, ours)]
+    for _ in range(6):
+        for mine, theirs in zip(ours, dense, strict=True):
+            theirs.grad = torch.randn_like(theirs)
+            mine.grad = loom.distribute(theirs.grad.clone(), mesh, "S(0)")
+        for optimizer in optimizers:
+            optimizer.step()
+    assert listed == [3] * 5  # the first step makes the state
+    for mine, theirs in zip(ours, dense, strict=True):
+        assert torch.equal(mine.detach().to_torch(), theirs.detach())
+        kept, expected = optimizers[1].state[mine], optimizers[0].state[theirs]
+        for key, value in expected.items():
+            assert torch.equal(kept[key].to_torch() if isinstance(kept[key], loom.Tensor) else kept[key], value), key
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_who_says_how_an_optimizer_steps_is_heard(foreach, monkeypatch):
+    listed = []
+    foreach_lerp = torch._foreach_lerp_
+    monkeypatch.setattr(torch, "_foreach_lerp_", lambda *args: (listed.append(len(args[0])), foreach_lerp(*args))[1])
+    ours = parameters("rows")
+    take_steps(ours, torch.optim.AdamW(ours, lr=0.05, foreach=foreach), 3)
+    assert bool(listed) == foreach
+
+
+def turned(tensor: torch.Tensor, mesh: loom.Mesh) -> torch.Tensor:
+    """The same values, with the elements in another order in memory."""
+    found = loom.distribute(tensor.t().contiguous(), mesh, "S(0)").t()
+    assert not is_ordered_as(found._data, loom.distribute(tensor, mesh, "S(1)")._data)
+    return found
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "Adam", "AdamW", "SGD"])
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "at the third step"])
+def test_a_fused_step_is_that_of_dense_whatever_the_order_of_elements_in_memory(name, late):
+    """Torch's own goes through memory from end to end: with a gradient of other strides it gives wrong numbers."""
+    mesh = loom.open_mesh((4,))
+    options = {"momentum": 0.9} if name == "SGD" else {}
+    dense = torch.nn.Parameter(torch.randn(10, 12))
+    ours = loom.Parameter(dense.detach().clone(), mesh, "S(1)")
+    make = getattr(torch.optim, name)
+    first, second = make([dense], lr=0.1, **options), make([ours], lr=0.1, fused=True, **options)
+    for step in range(5):
+        dense.grad = torch.randn_like(dense)
+        is_turned = step >= 2 or not late
+        ours.grad = turned(dense.grad, mesh) if is_turned else loom.distribute(dense.grad, mesh, "S(1)")
+        first.step()
+        second.step()
+        torch.testing.assert_close(ours.detach().to_torch(), dense.detach(), rtol=1e-5, atol=1e-6)
+        assert torch.equal(ours.grad.to_torch(), dense.grad)
+
+
+def test_a_fused_step_takes_a_gradient_of_which_many_elements_are_one():
+    mesh = loom.open_mesh((4,))
+    dense = torch.nn.Parameter(torch.randn(8, 6))
+    ours = loom.Parameter(dense.detach().clone(), mesh, "S(0)")
+    line = torch.randn(8, 1)
+    dense.grad, ours.grad = line.expand(8, 6), loom.distribute(line, mesh, "S(0)").expand(8, 6)
+    first, second = torch.optim.AdamW([dense], lr=0.1, foreach=False), torch.optim.AdamW([ours], lr=0.1, fused=True)
+    for _ in range(3):
+        first.step()
+        second.step()
+    torch.testing.assert_close(ours.detach().to_torch(), dense.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("as_tensors", ["lr", "betas", "neither"])
+def test_numbers_of_an_optimizer_may_be_tensors(as_tensors):
+    lr: Any = torch.tensor(0.05) if as_tensors == "lr" else 0.05
+    betas: Any = (torch.tensor(0.8), torch.tensor(0.9)) if as_tensors == "betas" else (0.8, 0.9)
+    for held in (ours := parameters("rows")), (dense := dense_parameters()):
+        take_steps(held, torch.optim.AdamW(held, lr=lr, betas=betas), 4)
+    check_equal(ours, dense)
+
+
+def test_a_fused_step_takes_state_that_was_kept_in_another_order():
+    mesh = loom.open_mesh((4,))
+    start, slope = torch.randn(8, 12), torch.randn(8, 12)
+    found = []
+    for fused in (False, True):
+        ours = loom.Parameter(start.clone(), mesh, "S(1)")
+        ours.grad = loom.distribute(slope, mesh, "S(1)")
+        optimizer = torch.optim.AdamW([ours], lr=0.1, fused=fused)
+        optimizer.step()
+        for key in ("exp_avg", "exp_avg_sq"):
+            optimizer.state[ours][key] = turned(optimizer.state[ours][key].to_torch(), mesh)
+        kept = optimizer.state[ours]["exp_avg"]
+        optimizer.step()
+        assert optimizer.state[ours]["exp_avg"] is kept
+        found.append((ours.detach().to_torch(), kept.to_torch()))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_fused_step_leaves_what_lies_between_the_elements_of_a_parameter_alone():
+    mesh = loom.open_mesh((2,))
+    wide = loom.distribute(torch.arange(48.0).reshape(4, 12), mesh, "S(0)")
+    part = wide[:, :5].detach().requires_grad_()
+    assert not is_dense(part._data)
+    part.grad = loom.ones(4, 5, mesh=mesh, placements="S(0)")
+    dense = torch.arange(48.0).reshape(4, 12)[:, :5].clone().requires_grad_()
+    dense.grad = torch.ones(4, 5)
+    for held, fused in ((part, True), (dense, False)):
+        optimizer = torch.optim.AdamW([held], lr=0.1, fused=fused)
+        optimizer.step()
+        optimizer.step()
+    torch.testing.assert_close(part.detach().to_torch(), dense.detach())
+    assert torch.equal(wide.detach().to_torch()[:, 5:], torch.arange(48.0).reshape(4, 12)[:, 5:])

@@ -1,8 +1,8 @@
 """Files of a checkpoint: safetensors, written piece by piece with checksums, read by boxes.
 
-A file is written from start to end and synced; the CRC-32 of each chunk is taken on the way. CRC-32 finds every flipped
-bit, zlib has it (2 to 4 GB/s on one core), and anybody can check it. It is against accidents: whoever can write to the
-folder can write another checksum too.
+A file is written from start to end and synced; the disk has most of it before the last byte is written. The CRC-32 of
+each chunk is taken on the way. CRC-32 finds every flipped bit, zlib has it (2 to 4 GB/s on one core), and anybody can
+check it. It is against accidents: whoever can write to the folder can write another checksum too.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 
 from meshloom.checkpoint.arrays import BLOCK, as_bytes, bytes_of, is_plain
 from meshloom.checkpoint.formats import carry, nbytes
+from meshloom.checkpoint.helpers import Helper
 from meshloom.checkpoint.index import CHUNK, File, Index, Piece, Saved
 from meshloom.engines.layout import torch_dtype
 from meshloom.errors import CheckpointError
@@ -34,7 +35,9 @@ ALIGNED = 64  # data begins at a multiple of it, for those who map the file
 READERS = 4  # threads that compare checksums; zlib and the disk both let others run
 MOST_OPEN = 256  # files
 STEP = 1 << 23  # bytes between two words about progress
+SYNC = 1 << 26  # bytes after which the disk is given what was written, while more is
 
+_SYNC_DATA = getattr(os, "fdatasync", os.fsync)  # macOS has the other one alone
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 Told = Callable[[int], None]  # told of bytes as they are done
 
@@ -58,15 +61,37 @@ class Part:
 
 def write_file(path: Path, parts: Sequence[Part], told: Told = silent, about: Mapping[str, str] | None = None) -> File:
     """Write arrays as one safetensors file and sync it; its size and checksums."""
-    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1, "meshloom checksums") as threads:
-        out = _Summed(file.write, threads)
+    with (
+        open(path, "xb", buffering=0) as file,
+        Helper("copy") as copier,
+        Helper("sum") as adder,
+        Helper("sync") as syncer,
+    ):
+        out, synced = _Summed(file.write, adder), _Synced(file.fileno(), syncer)
         out.write(_header(parts, about))
         for part in parts:
             for array in part.arrays():
-                for view in bytes_of(array):
-                    out.write_steps(view, told)
-        os.fsync(file.fileno())
+                is_at_hand = is_plain(array) or array.nbytes <= BLOCK
+                for view in bytes_of(array) if is_at_hand else _ahead(bytes_of(array), copier):
+                    for step in _steps(view):
+                        out.write(step)
+                        synced.note(len(step))
+                        told(len(step))
+        synced.end()
     return out.end()
+
+
+def _ahead(views: Iterator[memoryview], copier: Helper) -> Iterator[memoryview]:
+    """The same, each made while the one before it is used: what is not in order is copied."""
+    following = copier.begin(lambda: next(views, None))
+    while (view := following.result()) is not None:
+        following = copier.begin(lambda: next(views, None))
+        yield view
+
+
+def _steps(view: memoryview) -> Iterator[memoryview]:
+    for first in range(0, len(view), STEP):
+        yield view[first : first + STEP]
 
 
 def _header(parts: Iterable[Part], about: Mapping[str, str] | None) -> bytes:
@@ -86,8 +111,8 @@ def _header(parts: Iterable[Part], about: Mapping[str, str] | None) -> bytes:
 class _Summed:
     """Writes bytes, and takes the checksum of each chunk; of many bytes in a thread, while the disk has them."""
 
-    def __init__(self, write: Callable[[memoryview], int | None], threads: ThreadPoolExecutor) -> None:
-        self._write, self._threads = write, threads
+    def __init__(self, write: Callable[[memoryview], int | None], adder: Helper) -> None:
+        self._write, self._adder = write, adder
         self._sums, self._crc, self._nbytes = list[int](), 0, 0
         self._summing: Future[None] | None = None
 
@@ -95,18 +120,12 @@ class _Summed:
         view = memoryview(data)
         self._wait()
         if len(view) >= CHUNK:
-            self._summing = self._threads.submit(self._sum, view)
+            self._summing = self._adder.begin(lambda: self._sum(view))
         else:
             self._sum(view)
         done = 0
         while done < len(view):
             done += self._write(view[done:]) or 0
-
-    def write_steps(self, view: memoryview, told: Told) -> None:
-        for first in range(0, len(view), STEP):
-            step = view[first : first + STEP]
-            self.write(step)
-            told(len(step))
 
     def _wait(self) -> None:
         """Until what was written last is summed, too."""
@@ -132,6 +151,28 @@ class _Summed:
         if self._nbytes % CHUNK:
             self._close_chunk()
         return File(self._nbytes, tuple(self._sums))
+
+
+class _Synced:
+    """Lets what was written reach the disk while more is written; a failure there is raised here, once."""
+
+    def __init__(self, number: int, syncer: Helper) -> None:
+        self._number, self._syncer, self._waiting = number, syncer, 0
+        self._syncing: Future[None] | None = None
+
+    def note(self, nbytes: int) -> None:
+        self._waiting += nbytes
+        if self._waiting >= SYNC and (self._syncing is None or self._syncing.done()):
+            self._await()
+            self._waiting, self._syncing = 0, self._syncer.begin(lambda: _SYNC_DATA(self._number))
+
+    def _await(self) -> None:
+        if self._syncing is not None:
+            self._syncing.result()
+
+    def end(self) -> None:
+        self._await()
+        os.fsync(self._number)
 
 
 def sync_folder(folder: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import mmap
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from meshloom import collectives
-from meshloom.cli.measuring import DTYPES, PASSES, Tell, time_for, time_rounds
+from meshloom.cli.measuring import DTYPES, PASSES, Tell, read_in_passes, time_for, time_rounds
 from meshloom.comms import wire
 from meshloom.comms.group import group_of
 from meshloom.cost.host import FRESH, ROWS, RUNS, TOKENS, WEIGHED, WIDTHS, Work, kernel_seconds
@@ -51,9 +52,10 @@ class Sweep:
 
 
 # results stay below what the allocator takes anew from the system every time: that has a figure of its own
-SIZES = tuple(size << 10 for size in (4, 16, 48, 128, 320, 1024, 1800, 5 << 10, 16 << 10, 48 << 10))
-STEPS_OF_PRODUCTS = (1, 4, 16, 40, 72, 128, 208, 384, 704, 1100, 1900, 3072)
-SENT = tuple(size << 10 for size in (1, 8, 24, 96, 256, 1024, 5 << 10, 20 << 10, 64 << 10))
+SIZES = tuple(size << 10 for size in (4, 16, 48, 128, 320, 1024, 1800, 2560, 5 << 10, 16 << 10, 48 << 10))
+# from a line of the cache on, rows begin at its start: what others cost has a figure of its own
+STEPS_OF_PRODUCTS = (1, 4, 16, 48, 80, 128, 208, 384, 704, 1104, 1904, 3072)
+SENT = tuple(size << 10 for size in (1, 8, 24, 96, 256, 1024, 5 << 10, 10 << 10, 20 << 10, 36 << 10, 64 << 10))
 FULL = Sweep(0.01, SIZES, STEPS_OF_PRODUCTS, 5e9, 40, SENT, (192 << 20, 640 << 20))
 QUICK = Sweep(0.0005, (1 << 12, 1 << 16), (16, 64), 1e7, 3, (1 << 10, 16 << 10))
 
@@ -78,7 +80,6 @@ class Point:
 
 
 Readings = dict[str, dict[Any, Reading]]  # by table and place
-AGREE = 1.1  # how far apart the two best readings of a point may lie
 
 
 def measure_host(sweep: Sweep = FULL, tell: Tell = lambda what, number, total: None) -> Host:
@@ -95,37 +96,23 @@ def measure_host(sweep: Sweep = FULL, tell: Tell = lambda what, number, total: N
 
 
 def read_points(points: Sequence[Point], tell: Tell) -> Readings:
-    """The best reading of every point: pass after pass over all of them, and again over those that did not repeat.
-
-    Processes that measure together all do the same, so there nothing is timed again.
-    """
-    found: dict[Point, list[Reading]] = {point: [] for point in points}
-    tables = dict.fromkeys(point.table for point in points)
+    """The best reading of every point, table by table in each pass."""
+    tables = [*dict.fromkeys(point.table for point in points)]
+    listed = sorted(points, key=lambda point: tables.index(point.table))
     total = PASSES * len(tables) + 1
-    for number, (turn, table) in enumerate(itertools.product(range(PASSES), tables), start=1):
-        tell(f"{table}, pass {turn + 1}", number, total)
-        for point in points:
-            if point.table == table:
-                found[point].append(point.read())
-    tell("what did not repeat", total, total)
-    for _ in range(PASSES if HERE.count == 1 else 0):
-        for point, readings in found.items():
-            if not repeats([seconds for seconds, _ in readings]):
-                readings.append(point.read())
+
+    def tell_table(turn: int, number: int) -> None:
+        table = listed[number].table
+        if turn == PASSES:
+            tell("what did not repeat", total, total)
+        elif number == 0 or table != listed[number - 1].table:
+            tell(f"{table}, pass {turn + 1}", turn * len(tables) + tables.index(table) + 1, total)
+
     best: Readings = {}
-    for point, readings in found.items():
-        best.setdefault(point.table, {})[point.place] = min(readings)
+    readings = read_in_passes([point.read for point in listed], lambda reading: reading[0], tell_table)
+    for point, each in zip(listed, readings, strict=True):
+        best.setdefault(point.table, {})[point.place] = min(each)
     return best
-
-
-def repeats(seconds: Sequence[float]) -> bool:
-    """Whether the best of some readings was met twice.
-
-    >>> repeats([1.0, 5.0, 1.05]), repeats([1.0, 5.0, 1.5])
-    (True, False)
-    """
-    best, second = sorted(seconds)[:2]
-    return second <= AGREE * best
 
 
 def _curve_points(sweep: Sweep) -> Iterator[Point]:
@@ -301,13 +288,16 @@ def _single_points(sweep: Sweep) -> Iterator[Point]:
 
 
 def _other_points(sweep: Sweep) -> Iterator[Point]:
-    """What is compared with its like: operands that lie by columns, lists, memory from the system."""
+    """What is compared with its like: operands by columns, rows across lines, lists, memory from the system."""
     outer, inner = (sweep.steps[len(sweep.steps) // 2] * times for times in (1, 3))
     a, b = torch.rand(outer, inner), torch.rand(inner, outer)
     turned = a.t().contiguous().t()
     lists = [[torch.rand(8) for _ in range(32)] for _ in range(2)]
     yield Point(OTHER, "by columns", partial(_as_is, partial(torch.matmul, turned, b), 1.0), sweep.seconds * 2)
     yield Point(OTHER, "by rows", partial(_as_is, partial(torch.matmul, a, b), 1.0), sweep.seconds * 2)
+    even = sweep.steps[2 * len(sweep.steps) // 3]
+    yield Point(OTHER, "even", partial(_product, torch.float32, (even,) * 3), sweep.seconds * 2)
+    yield Point(OTHER, "ragged", partial(_product, torch.float32, (even - 3,) * 3), sweep.seconds * 2)
     yield Point(OTHER, "list", partial(_as_is, partial(private.foreach_add_, *lists), 32.0), sweep.seconds)
     yield Point(OTHER, "fresh", partial(_copy, sweep.sizes[-1], False), sweep.seconds * 4)
     yield Point(OTHER, "there", partial(_copy, sweep.sizes[-1], True), sweep.seconds * 4)
@@ -328,13 +318,17 @@ def _copy(size: int, is_there: bool) -> Made:
 
 
 def _take_from_system(size: int) -> torch.Tensor:
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.float32)
+    """As the C library takes it: memory that processes could share has smaller pages and costs more."""
+    return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.float32)
 
 
 def _weights(found: Readings, host: Host) -> dict[str, float]:
-    """Single kernels beside the curve of their kind, and products whose first operand lies by columns beside others."""
+    """Single kernels beside the curve of their kind; products by columns, or with ragged rows, beside others."""
     weights = {name: _weigh(name, *reading, host) for name, reading in found[SINGLE].items()}
-    return {**weights, "transposed": found[OTHER]["by columns"][0] / found[OTHER]["by rows"][0]}
+    other = found[OTHER]
+    (even, flops), (ragged, fewer) = other["even"], other["ragged"]
+    weights["ragged"] = (ragged / fewer) / (even / flops)
+    return {**weights, "transposed": other["by columns"][0] / other["by rows"][0]}
 
 
 def _memory_costs(readings: Mapping[Any, Reading], host: Host) -> dict[str, float]:
@@ -360,10 +354,16 @@ def _calls() -> dict[str, Run]:
     mesh = open_mesh((8,))
     x, square = (randn(*shape, mesh=mesh, placements="S(0)") for shape in ((8 * 32,), (16, 16)))
     forward = _layer(mesh)
+    repeated: tuple[Run, ...] = (
+        lambda: x + x,
+        partial(torch.relu, x),
+        partial(torch.sum, x),
+        partial(torch.softmax, square, 1),
+    )
     return {
         "op": forward,
         "kernel": partial(forward().backward, retain_graph=True),
-        "again": lambda: x + x,
+        **{f"{AGAIN} {number}": run for number, run in enumerate(repeated)},
         "all_reduce": lambda: collectives.all_reduce(x),
         "all_gather": lambda: collectives.all_gather(x, 0),
         "reduce_scatter": lambda: collectives.reduce_scatter(x, 0),
@@ -384,6 +384,7 @@ def _call_costs(found: Readings, calls: Mapping[str, Run], host: Host) -> dict[s
     costs = {name: found[CALL][name][0] - each.seconds for name, each in priced.items()}
     costs["op"] /= len(priced["op"].calls)
     costs["kernel"] /= priced["kernel"].kernels
+    costs[AGAIN] = statistics.fmean(costs.pop(name) for name in calls if name.startswith(AGAIN))
     return {**host.calls, **{name: max(seconds, LEAST) for name, seconds in costs.items()}}
 
 
@@ -394,7 +395,8 @@ def _price(run: Run, host: Host) -> HostTime:
 
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-CALLS = ("op", "again", *COLLECTIVES, "kernel", "item", "fresh")
+AGAIN = "again"
+CALLS = ("op", AGAIN, *COLLECTIVES, "kernel", "item", "fresh")
 LEAST = 1e-15  # seconds of what the tables explain to the last bit
 SINGLE, OTHER, BETWEEN, CALL = "single kernels", "copies and lists", "collectives between processes", "calls"
 APART = " by element"
@@ -441,7 +443,7 @@ def _sent_points(sent: Mapping[str, Send], sweep: Sweep) -> Iterator[Point]:
     """Collectives by the bytes that each process gives."""
     for kind, send in sent.items():
         for size in sweep.sent:
-            rounds = max(min(4, sweep.rounds), sweep.rounds * (1 << 20) // max(size, 1 << 20))
+            rounds = max(min(6, sweep.rounds), sweep.rounds * (1 << 20) // max(size, 1 << 20))
             yield Point(BETWEEN, (kind, size), partial(_give, send, size), rounds=rounds)
 
 

@@ -7,6 +7,7 @@ comes nearest to the time that it takes on the block, by least squares, for ever
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import statistics
@@ -14,7 +15,7 @@ import time
 import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -27,6 +28,7 @@ from meshloom.collectives import (
 from meshloom.cost import price
 from meshloom.fabric import Machine, Preset
 from meshloom.mesh import Mesh
+from meshloom.processes.exchange import exchange
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.creation import open_mesh, randn
 
@@ -187,6 +189,44 @@ def time_rounds(work: Callable[[], object], rounds: int) -> float:
     """The typical seconds of so many calls, after one to warm up: for what processes do together, each as often."""
     work()
     return typical(timeit.repeat(work, number=1, repeat=rounds))
+
+
+Reading = TypeVar("Reading")
+AGREE = 1.1  # how far apart the two best readings of a point may lie
+
+
+def read_in_passes(
+    reads: Sequence[Callable[[], Reading]],
+    seconds_of: Callable[[Reading], float],
+    tell: Callable[[int, int], None] = lambda turn, number: None,
+) -> list[list[Reading]]:
+    """The readings of some points: pass after pass over all of them, and again of those that did not repeat.
+
+    Processes that measure together all call it; a point that did not repeat on one of them is read again by all.
+    """
+    found: list[list[Reading]] = [[] for _ in reads]
+    for turn, (number, read) in itertools.product(range(PASSES), enumerate(reads)):
+        tell(turn, number)
+        found[number].append(read())
+    tell(PASSES, 0)
+    for _ in range(PASSES):
+        repeated = exchange("measure", [repeats([*map(seconds_of, each)]) for each in found])
+        if all(map(all, repeated)):
+            break
+        for readings, read, each in zip(found, reads, zip(*repeated, strict=True), strict=True):
+            if not all(each):
+                readings.append(read())
+    return found
+
+
+def repeats(seconds: Sequence[float]) -> bool:
+    """Whether the best of some readings was met twice.
+
+    >>> repeats([1.0, 5.0, 1.05]), repeats([1.0, 5.0, 1.5])
+    (True, False)
+    """
+    best, second = sorted(seconds)[:2]
+    return second <= AGREE * best
 
 
 def memory_bandwidth(effort: Effort) -> float:

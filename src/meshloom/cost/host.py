@@ -52,6 +52,8 @@ _KIND_OF = {name: kind for kind, names in KINDS.items() for name in names.split(
 ROWS = (2, 8, 32, 256, 2048)  # rows that one sum adds up, each with a curve
 RUNS = (1, 2, 6, 20, 64)  # elements in a row, each with a curve
 WEIGHED = 1 << 20  # bytes at which single kernels are weighed
+ALIGNED = 16  # elements in a line of the cache: rows of other lengths begin within one
+RAGGED = 64  # sizes from which arithmetic and not memory decides what a product takes
 VECTOR = 32  # elements in a row from which torch's loops use vectors
 TOKENS, WIDTHS = (12, 40, 144, 512), (20, 64)  # of attention
 
@@ -106,6 +108,8 @@ def _seconds(work: Work, host: Host) -> float:
         batch, m, k, n = work.product
         table = host.products.get(work.dtype) or next(iter(host.products.values()))
         seconds = table.seconds(batch, (m, k, n)) * (host.weights.get("transposed", 1.0) if work.is_transposed else 1.0)
+        is_ragged = min(m, k, n) >= RAGGED and (m % ALIGNED or n % ALIGNED)
+        seconds *= host.weights.get("ragged", 1.0) if is_ragged else 1.0
         return max(host.curve("pointwise").points[0][1], seconds)
     kind = kind_of(work)
     seconds, start = (_by_curves(work, host, kind, size) for size in (_size_of(work), 1.0))

@@ -27,8 +27,8 @@ class Entry:
     """A call seen before: its plan, its kernel and the topologies that come out."""
 
     __slots__ = (
-        "_back", "communicates_back", "direct", "is_view", "kernel", "leased", "op", "out", "outs", "plan", "salt",
-        "wrap",
+        "_back", "communicates_back", "direct", "is_view", "kernel", "leased", "makers", "op", "out", "outs", "plan",
+        "salt", "wrap",
     )  # fmt: skip
 
     def __init__(self, decided: Plan, kernel: Kernel, direct: Function | None) -> None:
@@ -39,6 +39,9 @@ class Entry:
         self.direct = direct
         self.op = decided.call.op
         self.is_view, self.leased = bool(OPS[self.op].view), decided.mesh.lease is not None
+        dtype = torch_dtype(self.out.dtype)
+        # tensors for a result of this dtype, without a gradient and with one
+        self.makers = maker(self.out, dtype, False), maker(self.out, dtype, True), dtype
         self.wrap = _make_wrap(self)  # the results of the kernel as tensors
         self.salt = _salt(decided) if decided.mesh.is_split else 0  # of what this call makes of its operands' numbers
         self._back: Back | None = None
@@ -70,8 +73,7 @@ class Entry:
 
 
 def _make_wrap(entry: Entry) -> Callable[[Any], Any]:
-    out, leased, dtype = entry.out, entry.leased, torch_dtype(entry.out.dtype)
-    free, tracked = maker(out, dtype, False), maker(out, dtype, True)
+    out, leased, (free, tracked, dtype) = entry.out, entry.leased, entry.makers
     outs, pack = entry.outs, getattr(torch.return_types, entry.op.removesuffix("_dim"), tuple)  # torch's max_dim is max
 
     def wrap(results: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:

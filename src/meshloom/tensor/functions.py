@@ -52,17 +52,17 @@ def on_torch(
     kwargs: dict[str, object] | None = None,
 ) -> Any:
     """What `__torch_function__` does: the table if we know the function, else a plain question, else the fallback."""
-    name = KNOWN.get(function)
-    if name is not None:
-        written = WRITTEN.get(function)
+    found = DOORS.get(function)
+    if found is not None:
+        name, written = found
         if written is not None and isinstance(args[0], Tensor):
             return write_quickly(name, written, args, kwargs or {})
         return call_quickly(function, name, args, kwargs or {}, function)
     if function in ASKED and args[0].__class__ is Tensor:
         return function(args[0]._data)
-    name = LISTS.get(function)
-    if name is not None:
-        return run_lists(function, name, args, kwargs or {})
+    of_lists = LISTS.get(function)
+    if of_lists is not None:
+        return run_lists(function, of_lists, args, kwargs or {})
     return _ask(function, args, kwargs or {})
 
 
@@ -89,6 +89,8 @@ WRITTEN = {
     for function, name in KNOWN.items()
     if is_written(name) and name not in OVERLOADS and name not in INPLACE and hasattr(torch.Tensor, name)
 }
+# each function's op, and its form in place if it is one
+DOORS = {function: (name, WRITTEN.get(function)) for function, name in KNOWN.items()}
 LISTS = {getattr(torch, name): name for name in dir(torch) if is_of_lists(name)}
 # questions about a tensor that its array answers
 ASKED = frozenset(

@@ -132,15 +132,15 @@ def follow(
         data = tensors[i]._data
         if data.requires_grad:
             sources.append((i, data.grad_fn or tensors[i], data.output_nr))
-    note = Note(call, back, place_of(sys._getframe(depth)), sources)
+    told = [call, back, place_of(sys._getframe(depth)), sources]  # shared by the nodes of all results
     operands = () if is_written else tensors
     if isinstance(results, torch.Tensor):
-        return _mark(results, note, operands)
-    return tuple(_mark(each, note, operands) for each in results)
+        return _mark(results, told, operands)
+    return tuple(_mark(each, told, operands) for each in results)
 
 
-def _mark(data: torch.Tensor, note: Note, operands: Sequence[Tensor]) -> torch.Tensor:
-    """A result with a note at its node; one that is an operand's own array gets a node of its own first."""
+def _mark(data: torch.Tensor, told: list[Any], operands: Sequence[Tensor]) -> torch.Tensor:
+    """A result with what its note says at its node; one that is an operand's own array gets a node of its own first."""
     if not data.requires_grad:
         return data
     for operand in operands:
@@ -148,8 +148,19 @@ def _mark(data: torch.Tensor, note: Note, operands: Sequence[Tensor]) -> torch.T
             data = data.view_as(data)
     node: Any = data.grad_fn
     if node is not None:  # torch calls a view tracked that was made without gradients of one that has them
-        node.metadata[_KEY] = note
+        node.metadata[_KEY] = told
     return data
+
+
+def _note_of(node: Any) -> Note | None:
+    """The note at a node, made of what was told there when somebody wants to know: most passes nobody watches."""
+    told = node.metadata.get(_KEY)
+    if told is None:
+        return None
+    if len(told) > 1:
+        told[:] = [Note(*told)]
+    note: Note = told[0]
+    return note
 
 
 def _is_seen() -> bool:
@@ -176,7 +187,7 @@ def _hook(nodes: list[Any]) -> list[object]:
         if node is None or node in known:
             continue
         known.add(node)
-        note = node.metadata.get(_KEY)
+        note = _note_of(node)
         if note is not None:
             handles.append(node.register_prehook(note))
         nodes += [behind for behind, _ in node.next_functions]
@@ -187,7 +198,7 @@ def watch_dense(data: torch.Tensor) -> torch.Tensor:
     """A dense array that was made of ours: torch may start backward from it, and then we hear of it here."""
     node: Any = data.grad_fn if is_tracked(data) else None
     if node is not None:
-        own, behind = node.metadata.get(_KEY), [each for each, _ in node.next_functions]
+        own, behind = _note_of(node), [each for each, _ in node.next_functions]
 
         def arrive(gradients: Sequence[torch.Tensor | None]) -> None:
             if _is_seen():

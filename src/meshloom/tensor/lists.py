@@ -47,7 +47,7 @@ def run_lists(function: Callable[..., Any], name: str, args: tuple[Any, ...], kw
         if is_alike:
             _remember(key, results)
         return results
-    results = function(*arrays, **kwargs)
+    results = _call(function, name, arrays, kwargs)
     if name.endswith("_"):
         _note_writes(name, args, alike.is_padded)
         return None
@@ -207,7 +207,7 @@ def _run_arrays(
                 log.note_tensor(shadow_of(each))
     arrays = [_array(each) if _is_list(each) else _single(each) for each in args]
     named = {key: _array(each) if _is_list(each) else _single(each) for key, each in kwargs.items()}
-    results = function(*arrays, **named)
+    results = _call(function, name, arrays, named)
     if name.endswith("_"):
         for each in (*args, *kwargs.values()) if name.startswith("_fused_") else args[:1]:
             for tensor in each if _is_list(each) else ():
@@ -216,6 +216,49 @@ def _run_arrays(
                     note_write(tensor)
         return None
     return _wrap(name, results, topologies)
+
+
+def _call(function: Callable[..., Any], name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The function on arrays. Torch's fused ones go through memory from end to end, whatever the strides are.
+
+    So they are given all arrays of a place in the order of its parameter, and what they write is copied back.
+    """
+    if not name.startswith("_fused_"):
+        return function(*args, **kwargs)
+    lists = [each for each in (*args, *kwargs.values()) if _is_list(each)]
+    read = lists[1] if kwargs.get("grad_scale") is None else None  # gradients are written where they are scaled back
+    turned = []
+    for i, parameter in enumerate(lists[0]):
+        like = parameter if is_dense(parameter) else torch.empty_like(parameter)
+        for each in lists:
+            array = each[i] if i < len(each) else None
+            if isinstance(array, torch.Tensor) and array.ndim and not is_ordered_as(array, like):
+                each[i] = torch.empty_like(like, dtype=array.dtype).copy_(array)
+                turned += [(array, each[i])] if each is not read else []
+    results = function(*args, **kwargs)
+    for array, copy in turned:
+        array.copy_(copy)
+    return results
+
+
+def is_dense(array: torch.Tensor) -> bool:
+    """Whether an array's elements fill its memory, in whatever order.
+
+    >>> wide = torch.ones(4, 6)
+    >>> is_dense(wide.t()), is_dense(wide[:, :3])
+    (True, False)
+    """
+    return array.is_contiguous() or is_ordered_as(array, torch.empty_like(array))
+
+
+def is_ordered_as(array: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two arrays of one shape have their elements in the same places of their memory.
+
+    >>> is_ordered_as(torch.ones(3, 1), torch.ones(1, 3).t()), is_ordered_as(torch.ones(3, 3), torch.ones(3, 3).t())
+    (True, False)
+    """
+    one, two = array.stride(), other.stride()
+    return one == two or all(a == b for a, b, size in zip(one, two, array.shape, strict=True) if size > 1)
 
 
 def _wrap(name: str, results: Any, topologies: Sequence[Topology | None]) -> Any:

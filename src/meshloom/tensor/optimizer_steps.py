@@ -2,7 +2,8 @@
 
 Most optimizers treat every element by itself, so a step on the arrays is the step on the tensors. Torch lets a hook
 change the arguments of a step, and the optimizer is one of them: the step gets a stand-in whose parameters and state
-are the arrays. While somebody watches, or where tensors do not lie alike, it runs on the tensors as usual.
+are the arrays; small ones go as lists, in one call for all. While somebody watches, or where tensors do not lie alike,
+it runs on the tensors as usual.
 """
 
 from __future__ import annotations
@@ -19,12 +20,17 @@ from meshloom.placement import Topology
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.entries import MASK
+from meshloom.tensor.lists import is_dense, is_ordered_as
 
 # those that treat every element by itself, and write their state in place once it is there
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
 )
+# those whose steps on lists give the bits of steps on one tensor after the other
+SAME_AS_LISTS = frozenset((torch.optim.Adam, torch.optim.AdamW))
+SAME_BITS = frozenset((torch.float32, torch.float64))  # short floats are rounded in other places
+SMALL = 1 << 16  # bytes up to which calls and not arithmetic decide what a step takes
 
 
 def run_on_arrays(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -56,18 +62,22 @@ class StandIn:
         for group in self._source.param_groups:
             arrays: list[torch.Tensor] = []
             has_state = self._source.__class__ is not torch.optim.SGD or group["momentum"] != 0
-            if not all(self._take(each, arrays, has_state) for each in group["params"]):
+            is_fused = bool(group.get("fused"))
+            if not all(self._take(each, arrays, has_state, is_fused) for each in group["params"]):
                 return False
             if group["differentiable"] or any(each.__class__ is Tensor for each in group.values()):
                 return False
-            groups.append({**group, "params": arrays})
+            groups += self._share_out(group, arrays)
         vars(self.optimizer).update(
             vars(self._source), param_groups=groups, state=self._states, _tensors_written=self._written
         )
         return True
 
-    def _take(self, parameter: Any, arrays: list[torch.Tensor], has_state: bool) -> bool:
-        """Take over a parameter and its state; False if it has to stay a tensor."""
+    def _take(self, parameter: Any, arrays: list[torch.Tensor], has_state: bool, is_fused: bool) -> bool:
+        """Take over a parameter and its state; False if it has to stay a tensor.
+
+        A fused step goes through memory, so what belongs to a parameter has to lie there in the same order.
+        """
         if parameter.__class__ is not Tensor or parameter._view is not None:
             return False
         mesh, data = parameter.topology.mesh, parameter._data
@@ -81,14 +91,31 @@ class StandIn:
         if gradient.requires_grad or gradient._is_zerotensor() or (mesh.is_split and is_waiting(data)):
             return False
         self._written.append(parameter)
+        like = data if is_fused else None
+        if like is not None and not (is_ordered_as(gradient, like) and is_dense(like)):
+            return False
         held = self._source.state.get(parameter)
-        return self._take_state(held, parameter.topology, self._states[data]) if held else not has_state
+        return self._take_state(held, parameter.topology, self._states[data], like) if held else not has_state
 
-    def _take_state(self, held: dict[str, Any], topology: Topology, own: dict[str, Any]) -> bool:
+    def _share_out(self, group: dict[str, Any], arrays: list[torch.Tensor]) -> list[dict[str, Any]]:
+        """A group as it is stepped: where the choice is left to torch, small arrays go as lists, to the same bits."""
+        is_free = self._source.__class__ in SAME_AS_LISTS and group["foreach"] is None and not group["fused"]
+        small = [each for each in arrays if each.nbytes <= SMALL and each.dtype in SAME_BITS] if is_free else []
+        if len(small) < 2 or any(isinstance(each, torch.Tensor) for each in (group["lr"], *group["betas"])):
+            return [{**group, "params": arrays}]
+        listed = {*small}
+        large = [each for each in arrays if each not in listed]
+        return [{**group, "params": small, "foreach": True}, *([{**group, "params": large}] if large else [])]
+
+    def _take_state(
+        self, held: dict[str, Any], topology: Topology, own: dict[str, Any], like: torch.Tensor | None
+    ) -> bool:
         """Take over what an optimizer knows of a parameter: tensors that lie as it does, and numbers."""
         for name, value in held.items():
             if value.__class__ is Tensor:
                 if value.topology is not topology or value._view is not None:
+                    return False
+                if like is not None and not is_ordered_as(value._data, like):
                     return False
                 self._written.append(value)
                 own[name] = value._data

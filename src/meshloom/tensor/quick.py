@@ -43,14 +43,20 @@ def _repeat_call(found: Resolved, order: tuple[int, ...] | None, result: object)
 
 def _repeat_simple(found: Resolved, run: Callable[..., torch.Tensor]) -> Repeat:
     """Of a call that is one of torch's on the arrays as they are."""
-    entry, wrap, salt = found.entry, found.entry.wrap, found.entry.salt
+    entry, out, salt = found.entry, found.entry.out, found.entry.salt
+    free, tracked, dtype = entry.makers
     is_view, name, args, named = entry.is_view, *_describe_call(found)
 
     def repeat(tensors: list[Tensor], datas: list[Any], kwargs: dict[str, object]) -> Any:
         result = run(*datas)
-        if entry.communicates_back and result.requires_grad:
+        has_gradient = result.requires_grad
+        if has_gradient and entry.communicates_back:
             result = entry.follow(result, tensors, False, 5)
-        made = wrap(result)
+        if result.dtype is dtype and result.is_cpu and result.__class__ is torch.Tensor:  # as `wrap`, a call less
+            made = tracked() if has_gradient else free()
+            made._data, made.topology = result, out
+        else:
+            made = entry.wrap(result)
         if is_view:
             attach_plain(tensors[0], made, name, args, named)
         if salt:
@@ -174,6 +180,7 @@ def call_quickly(head: object, name: str, args: tuple[Any, ...], kwargs: dict[st
 _NUMBERS = frozenset((int, float))
 _BOUND = frozenset((int, type(None)))
 _DTYPE = {torch.dtype}
+_NOTHING = (0,)
 
 
 def add_part(key: list[object], tensors: list[Tensor], datas: list[object], value: Any, kind: type) -> bool:
@@ -194,6 +201,8 @@ def add_part(key: list[object], tensors: list[Tensor], datas: list[object], valu
                 datas.append(each._data)
             elif inner is int or each is None or each is Ellipsis:
                 key.append(each)
+            elif inner is torch.Tensor and each.shape == _NOTHING and each.is_cpu and not each.requires_grad:
+                key += (inner, each.dtype)  # joined to others it adds nothing: how a cache of keys begins
             elif not (inner is slice and add_part(key, tensors, datas, each, inner)):
                 return False
         return True
