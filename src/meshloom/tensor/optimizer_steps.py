@@ -16,7 +16,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from meshloom.comms.deferred import is_waiting
 from meshloom.engines import private
-from meshloom.placement import Topology
 from meshloom.runtime import state
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.entries import MASK
@@ -48,41 +47,47 @@ def run_on_arrays(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 class StandIn:
     """An optimizer on arrays: the same groups and the same state, with an array for each tensor."""
 
-    __slots__ = ("_source", "_states", "_written", "optimizer")
+    __slots__ = ("_changed", "_fused", "_source", "_states", "_written", "optimizer")
 
     def __init__(self, source: Any) -> None:
         self.optimizer = object.__new__(source.__class__)
         self._source = source
         self._states: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         self._written: list[Tensor] = []
+        self._changed: list[Tensor] = []  # those of them that are padded or split over processes
+        self._fused: list[list[torch.Tensor]] = []  # what one fused step reads and writes, a list for each parameter
 
     def fill(self) -> bool:
         """Take over groups and state; False if something does not lie as its parameter does."""
-        groups = []
+        groups: list[dict[str, Any]] = []
+        taken: list[torch.Tensor] = []
         for group in self._source.param_groups:
             arrays: list[torch.Tensor] = []
-            has_state = self._source.__class__ is not torch.optim.SGD or group["momentum"] != 0
-            is_fused = bool(group.get("fused"))
-            if not all(self._take(each, arrays, has_state, is_fused) for each in group["params"]):
-                return False
+            needs_state = self._source.__class__ is not torch.optim.SGD or group["momentum"] != 0
+            fused = self._fused if group.get("fused") else None
+            for each in group["params"]:
+                if not self._take(each, arrays, needs_state, fused):
+                    return False
             if group["differentiable"] or any(each.__class__ is Tensor for each in group.values()):
                 return False
             groups += self._share_out(group, arrays)
+            taken += arrays
+        if len({*map(id, taken)}) < len(taken) or not (all(map(_are_contiguous, self._fused)) or self._are_in_order()):
+            return False
         vars(self.optimizer).update(
-            vars(self._source), param_groups=groups, state=self._states, _tensors_written=self._written
+            vars(self._source), param_groups=groups, state=self._states, _tensors_written=(self._written, self._changed)
         )
         return True
 
-    def _take(self, parameter: Any, arrays: list[torch.Tensor], has_state: bool, is_fused: bool) -> bool:
-        """Take over a parameter and its state; False if it has to stay a tensor.
-
-        A fused step goes through memory, so what belongs to a parameter has to lie there in the same order.
-        """
+    def _take(
+        self, parameter: Any, arrays: list[torch.Tensor], needs_state: bool, fused: list[list[torch.Tensor]] | None
+    ) -> bool:
+        """Take over a parameter and its state; False if it has to stay a tensor."""
         if parameter.__class__ is not Tensor or parameter._view is not None:
             return False
-        mesh, data = parameter.topology.mesh, parameter._data
-        is_plain = mesh.lease is None and data.__class__ is torch.Tensor and not data.is_meta
-        if not is_plain or not data.is_leaf or data in self._states:
+        topology, data = parameter.topology, parameter._data
+        mesh = topology.mesh
+        if mesh.lease is not None or data.__class__ is not torch.Tensor or data.is_meta or not data.is_leaf:
             return False
         arrays.append(data)
         gradient = data.grad
@@ -90,12 +95,35 @@ class StandIn:
             return True
         if gradient.requires_grad or gradient._is_zerotensor() or (mesh.is_split and is_waiting(data)):
             return False
-        self._written.append(parameter)
-        like = data if is_fused else None
-        if like is not None and not (is_ordered_as(gradient, like) and is_dense(like)):
-            return False
         held = self._source.state.get(parameter)
-        return self._take_state(held, parameter.topology, self._states[data], like) if held else not has_state
+        if not held and needs_state:
+            return False
+        written, own = [parameter], {}
+        if held:
+            for name, value in held.items():
+                if value.__class__ is Tensor:
+                    if value.topology is not topology or value._view is not None:
+                        return False
+                    written.append(value)
+                    own[name] = value._data
+                elif not isinstance(value, torch.Tensor) or value.ndim:
+                    return False  # a number or None is not written but replaced: what replaces it would be lost
+                else:
+                    own[name] = value
+            self._states[data] = own
+        self._written += written
+        if topology.padded or mesh.is_split:
+            self._changed += written
+        if fused is not None:
+            fused.append([gradient, *[each._data for each in written]])
+        return True
+
+    def _are_in_order(self) -> bool:
+        """Whether a fused step, which goes through memory, finds what belongs to a parameter there in one order."""
+        return all(
+            is_dense(parameter) and all(is_ordered_as(each, parameter) for each in (gradient, *state))
+            for gradient, parameter, *state in self._fused
+        )
 
     def _share_out(self, group: dict[str, Any], arrays: list[torch.Tensor]) -> list[dict[str, Any]]:
         """A group as it is stepped: where the choice is left to torch, small arrays go as lists, to the same bits."""
@@ -107,32 +135,19 @@ class StandIn:
         large = [each for each in arrays if each not in listed]
         return [{**group, "params": small, "foreach": True}, *([{**group, "params": large}] if large else [])]
 
-    def _take_state(
-        self, held: dict[str, Any], topology: Topology, own: dict[str, Any], like: torch.Tensor | None
-    ) -> bool:
-        """Take over what an optimizer knows of a parameter: tensors that lie as it does, and numbers."""
-        for name, value in held.items():
-            if value.__class__ is Tensor:
-                if value.topology is not topology or value._view is not None:
-                    return False
-                if like is not None and not is_ordered_as(value._data, like):
-                    return False
-                self._written.append(value)
-                own[name] = value._data
-            elif not isinstance(value, torch.Tensor) or value.ndim:
-                return False  # a number or None is not written but replaced, and what replaces it would be lost
-            else:
-                own[name] = value
-        return True
+
+def _are_contiguous(arrays: list[torch.Tensor]) -> bool:
+    return all(map(torch.Tensor.is_contiguous, arrays))
 
 
 @torch.no_grad()
 def note_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """After a step on arrays: the padding of their tensors is zero, and torch knows of the writes."""
-    written = vars(args[0]).get("_tensors_written")
-    if written is not None:
+    noted = vars(args[0]).get("_tensors_written")
+    if noted is not None:
+        written, changed = noted
         private.increment_version(written)
-        for each in written:
+        for each in changed:
             topology = each.topology
             if topology.padded:
                 each._mask_padding_()
