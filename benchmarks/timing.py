@@ -8,6 +8,7 @@ where the machine was so busy that a side was never left alone twice, the rounds
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -57,19 +58,22 @@ class Side:
     around: Around = nullcontext
 
 
-def duel(ours: Work, dense: Work, seconds: float) -> Timing:
-    """The best of both sides after `seconds` of alternating rounds."""
-    best, rounds = contest((Side(ours), Side(dense)), seconds)
+def duel(ours: Work, dense: Work, seconds: float, within: float = math.inf) -> Timing:
+    """The best of both sides after `seconds` of alternating rounds; see `contest`."""
+    best, rounds = contest((Side(ours), Side(dense)), seconds, within)
     return Timing(*best, rounds)
 
 
-def contest(sides: Sequence[Side], seconds: float) -> tuple[list[float], int]:
-    """The best seconds per call of every side after `seconds` of rounds in turn, and the number of rounds."""
+def contest(sides: Sequence[Side], seconds: float, within: float = math.inf) -> tuple[list[float], int]:
+    """The best seconds per call of every side after `seconds` of rounds in turn, and the number of rounds.
+
+    A best counts when others came within that many seconds of it, and within 3 % of it in any case.
+    """
     with _quiet():
         loops = [_calibrate(side) for side in sides]
         lowest: list[list[float]] = [[] for _ in sides]  # of each side the quickest rounds, in order
         rounds, start = 0, time.perf_counter()
-        while rounds < MINIMUM_ROUNDS or _goes_on(lowest, time.perf_counter() - start, seconds):
+        while rounds < MINIMUM_ROUNDS or _goes_on(lowest, time.perf_counter() - start, seconds, within):
             for turn in range(len(sides)):
                 number = (turn + rounds) % len(sides)  # who goes first changes too: those after find warmer caches
                 lowest[number] = sorted([*lowest[number], _round(sides[number], loops[number])])[:CLOSE_ROUNDS]
@@ -77,9 +81,9 @@ def contest(sides: Sequence[Side], seconds: float) -> tuple[list[float], int]:
     return [each[0] for each in lowest], rounds
 
 
-def _goes_on(lowest: Sequence[Sequence[float]], spent: float, seconds: float) -> bool:
+def _goes_on(lowest: Sequence[Sequence[float]], spent: float, seconds: float, within: float = math.inf) -> bool:
     """Whether there is time left, or a best that no other round came close to and more time to look for one."""
-    is_settled = all(each[-1] <= CLOSE * each[0] for each in lowest)
+    is_settled = all(each[-1] - each[0] <= min(within, (CLOSE - 1) * each[0]) for each in lowest)
     return spent < seconds * (1 if is_settled else LONGEST)
 
 

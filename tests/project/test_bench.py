@@ -373,6 +373,7 @@ def test_rounds_go_on_while_no_other_comes_close_to_the_best(bench: Any, monkeyp
     clock = itertools.count()
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock) * 0.6)
     assert timing.contest([timing.Side(lambda: None)], 1.0) == ([1.0], 6)  # 1.0, 1.01 and 1.02 are close
+    assert timing._goes_on([[1.0, 1.01, 1.02]], 1.0, 1.0, within=0.01)  # but not for who asks for more
     assert not timing._goes_on([[1.0, 1.5, 2.0]], 1.0 * timing.LONGEST, 1.0)  # and not for ever
 
 
