@@ -15,6 +15,7 @@ import time
 import torch
 
 import meshloom as loom
+import meshloom.processes.store
 
 torch.set_num_threads(1)
 RANK, COUNT = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -223,6 +224,13 @@ class Scenarios:
             sys.exit(0)
         fault()
         loom.open_mesh((COUNT,))  # @never
+
+    def never_starts_and_one_is_slow(self):
+        """The bad rank looks so seldom that rank 0 has long told why the meeting failed."""
+        if IS_BAD:
+            meshloom.processes.store.LOOK = 4.2
+        fault()
+        loom.open_mesh((COUNT,))  # @slow
 
     def goes_on(self):
         x = self.begun()

@@ -9,6 +9,7 @@ they run in a thread of their own, so that whoever asks waits only for as long a
 from __future__ import annotations
 
 import atexit
+import contextlib
 import queue
 import socket
 import threading
@@ -31,6 +32,7 @@ from meshloom.processes.sealing import seal_of_run
 VARIABLE = "MESHLOOM_STORE"  # file:///folder or tcp://address:port
 MARGIN = 1.0  # seconds after which we no longer wait for torch's own timeout
 LOOK = 0.1  # seconds between two looks while processes meet
+_GRACE = 10.0  # seconds that a busy machine may take to pass on why a meeting failed
 _MET = "all came"
 _FAILED = "nobody waits"
 
@@ -173,8 +175,9 @@ def meet(rank: int, count: int, seconds: float, line: str) -> tuple[Any, Board]:
         absent, wrong = _wait_for_all(board, rank, count, start + seconds)
     except RuntimeError as error:
         raise missing("the meeting point does not answer any more", first_line(error)) from None
-    if holds_store(rank) and (absent or wrong):
-        time.sleep(10 * LOOK)  # the others read it before the store goes
+    if absent or wrong:
+        with contextlib.suppress(RuntimeError):  # why it failed is known here; it matters less who else knows
+            _part(board, rank, count)
     if wrong:
         raise missing(wrong, fix=_FIX_ADDRESS)
     if absent:
@@ -234,15 +237,15 @@ def _wait_for_answer(address: str, port: int, deadline: float) -> None:
 
 def _wait_for_all(board: Board, rank: int, count: int, deadline: float) -> tuple[str, str]:
     """Who has not come, as the first one that stopped waiting says, and what rank 0 finds wrong with those who have."""
-    names = [f"came {each}" for each in range(count)]
+    names = _names("came", count)
     own = {
         "host": socket.gethostname(),
         "machine": interfaces.machine(),
         "interface": settings.read(interfaces.VARIABLE) or None,
         "address": interfaces.gloo_address(),
     }
-    board.write(names[rank], own, LOOK + deadline - time.monotonic())
-    while (met := board.read(_MET, seconds := max(LOOK, deadline - time.monotonic()))) is None:
+    board.write(names[rank], own, _GRACE + deadline - time.monotonic())
+    while (met := board.read(_MET, seconds := _GRACE + max(0, deadline - time.monotonic()))) is None:
         if (absent := board.read(_FAILED, seconds)) is not None:
             return str(absent), ""
         came = board.read_all(names, seconds) if rank == 0 or time.monotonic() > deadline else []
@@ -253,6 +256,21 @@ def _wait_for_all(board: Board, rank: int, count: int, deadline: float) -> tuple
             return str(board.write_first(_FAILED, f"rank{'s' * (len(late) > 1)} {', '.join(late)}", seconds)), ""
         time.sleep(LOOK)
     return "", str(met["wrong"])
+
+
+def _part(board: Board, rank: int, count: int) -> None:
+    """Say that this process knows why the meeting failed; who holds the store stays until all who came know it."""
+    board.write(_names("knows", count)[rank], True, _GRACE)
+    until = time.monotonic() + _GRACE
+    while holds_store(rank) and time.monotonic() < until:
+        came, know = (board.read_all(_names(what, count), _GRACE) for what in ("came", "knows"))
+        if all(told or not there for there, told in zip(came, know, strict=True)):
+            return
+        time.sleep(LOOK)
+
+
+def _names(what: str, count: int) -> list[str]:
+    return [f"{what} {rank}" for rank in range(count)]
 
 
 def _find_unreachable(came: list[Any]) -> str:
