@@ -17,7 +17,7 @@ import torch
 
 import meshloom as loom
 from benchmarks.prediction import KINDS, make_collective, make_gpt, make_llama, make_mlp
-from meshloom.cli.host_measuring import FULL, QUICK, measure_host
+from meshloom.cli.host_measuring import FULL, QUICK, measure_host, rounds_of
 from meshloom.cli.measuring import read_in_passes, time_rounds
 from meshloom.fabric.host import Host
 from meshloom.mesh.process import HERE
@@ -33,7 +33,7 @@ def points(is_quick: bool) -> Iterator[Point]:
     mesh = loom.open_mesh((HERE.count,), axes=("d",))
     for kind in KINDS:
         for size in SIZES[:2] if is_quick else SIZES:
-            rounds = 3 if is_quick else max(5, 40 * (1 << 20) // max(size, 1 << 20))
+            rounds = 3 if is_quick else rounds_of(size, 40)
             yield kind.replace("_", "-"), _text(size), rounds, partial(make_collective, kind, mesh, size // 4 // 8 * 8)
     for plan in ("data", "tensor") if HERE.count == 2 else ():
         yield "MLP step", plan, 3 if is_quick else 20, partial(make_mlp, plan, mesh)

@@ -53,10 +53,11 @@ class Sweep:
 
 # results stay below what the allocator takes anew from the system every time: that has a figure of its own
 SIZES = tuple(size << 10 for size in (4, 16, 48, 128, 320, 1024, 1800, 2560, 5 << 10, 16 << 10, 48 << 10))
-# from a line of the cache on, rows begin at its start: what others cost has a figure of its own
-STEPS_OF_PRODUCTS = (1, 4, 16, 48, 80, 128, 208, 384, 704, 1104, 1904, 3072)
+# from a line of the cache on, rows begin at its start: what others cost has a figure of its own; none is a whole number
+# of pages, which few rows times a large matrix are slower at
+STEPS_OF_PRODUCTS = (1, 4, 16, 48, 80, 128, 208, 384, 704, 1104, 1904, 3088)
 SENT = tuple(size << 10 for size in (1, 8, 24, 96, 256, 1024, 5 << 10, 10 << 10, 20 << 10, 36 << 10, 64 << 10))
-FULL = Sweep(0.01, SIZES, STEPS_OF_PRODUCTS, 5e9, 40, SENT, (192 << 20, 640 << 20))
+FULL = Sweep(0.01, SIZES, STEPS_OF_PRODUCTS, 5e9, 40, SENT, (80 << 20, 192 << 20, 640 << 20))
 QUICK = Sweep(0.0005, (1 << 12, 1 << 16), (16, 64), 1e7, 3, (1 << 10, 16 << 10))
 
 Made = tuple[Callable[[], object], float]  # what is timed, ready to run, and how much it does: bytes, FLOP
@@ -443,8 +444,18 @@ def _sent_points(sent: Mapping[str, Send], sweep: Sweep) -> Iterator[Point]:
     """Collectives by the bytes that each process gives."""
     for kind, send in sent.items():
         for size in sweep.sent:
-            rounds = max(min(6, sweep.rounds), sweep.rounds * (1 << 20) // max(size, 1 << 20))
-            yield Point(BETWEEN, (kind, size), partial(_give, send, size), rounds=rounds)
+            yield Point(BETWEEN, (kind, size), partial(_give, send, size), rounds=rounds_of(size, sweep.rounds))
+
+
+def rounds_of(size: int, rounds: int) -> int:
+    """How often a collective of some bytes is called, if one of a megabyte is so often.
+
+    A small one up to four times as often: among processes that share cores, it takes twice as long the next time.
+
+    >>> rounds_of(4096, 40), rounds_of(1 << 20, 40), rounds_of(64 << 20, 40)
+    (160, 40, 6)
+    """
+    return max(min(6, rounds), int(rounds * min(4, (1 << 20) / size)))
 
 
 def _give(send: Send, size: int) -> Made:
