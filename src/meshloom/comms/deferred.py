@@ -21,8 +21,8 @@ from meshloom.context import state
 from meshloom.engines import private
 from meshloom.errors import GradientError
 
-LARGE = 1 << 18  # elements from which a gradient travels by itself
-BUCKET = 1 << 20  # elements of small gradients that travel together
+LARGE = 1 << 20  # elements from which a gradient travels by itself
+BUCKET = 1 << 22  # elements of small gradients that travel together: every round costs all processes a meeting
 
 Kind = tuple[Group, torch.dtype]  # of gradients that may share a buffer
 
