@@ -65,13 +65,16 @@ def tell_heaviest(megabytes: Sequence[float]) -> None:
 
 
 def weigh_sides(command: Sequence[str], sides: Sequence[str], count: int) -> tuple[int, list[tuple[float, ...]]]:
-    """Run a command that ends in `tell_heaviest` for every side: the worst exit code, and each figure of all sides."""
+    """Run a command that ends in `tell_heaviest` for every side: the worst exit code, and each figure of all sides.
+
+    A process of torch's may abort while it ends, after its figures are written: they count.
+    """
     with TemporaryDirectory() as folder:
         found = []
         for side in sides:
             file = Path(folder) / side
             failed = launch([*command, side], count, {**ALLOCATOR, FIGURES: str(file)})
-            if failed:
-                return failed, []
+            if not file.exists():
+                return failed or 1, []
             found.append([float(each) for each in file.read_text().split()])
     return 0, list(zip(*found, strict=True))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
 from meshloom.cli import measuring
-from meshloom.cli.host_measuring import Point, _copy, _curve, read_points
+from meshloom.cli.host_measuring import FULL, QUICK, Point, _copy, _curve, _sizes_sent, read_points
 from meshloom.cli.measuring import PASSES, repeats, time_for, typical
+from meshloom.comms.wire import SMALL
+from meshloom.mesh.process import HERE
 from meshloom.tensor.host_time import LARGEST_PAGE, page_faults
 
 KERNELS = [2e-6 * 1.7**number for number in range(12)]  # seconds, undisturbed
@@ -111,3 +114,14 @@ def test_memory_from_the_system_is_given_anew_every_time_whatever_the_heap_holds
         before = page_faults()
         run()
         assert ((page_faults() - before) * LARGEST_PAGE < size) == is_there
+
+
+def test_no_size_lies_between_two_that_are_reduced_in_different_ways(monkeypatch: Any) -> None:
+    for count in (2, 3, 4):
+        monkeypatch.setattr(HERE, "count", count)
+        sizes = _sizes_sent("all_reduce", FULL)
+        sent = [size // 4 // count * count * 4 for size in sizes]  # as it is given: whole numbers of elements for each
+        (change,) = [b - a for a, b in pairwise(sent) if a * count <= SMALL < b * count]
+        assert change <= 8 * count
+        assert {*sizes} > {*FULL.sent} and _sizes_sent("all_gather", FULL) == [*FULL.sent]
+        assert _sizes_sent("all_reduce", QUICK) == [*QUICK.sent]

@@ -289,3 +289,34 @@ def test_a_host_with_another_secret_is_sent_away_and_the_others_wait_on(tmp_path
     finally:
         for each in (first, stranger):
             each.kill()
+
+
+LATE = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from meshloom.processes.store import Board
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(2.0)  # while the interpreter ends
+
+slow = Slow()
+board = Board(dist.TCPStore("127.0.0.1", int(sys.argv[1]), timeout=timedelta(seconds=60)))
+try:
+    board._ask(0.1, "get", "late")
+except RuntimeError as error:
+    print(error, flush=True)
+"""
+
+
+def test_an_answer_that_comes_while_the_program_ends_does_not_abort_it():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    started = subprocess.Popen(
+        [sys.executable, "-c", LATE, str(store.port)], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert started.stdout.readline() == "the store of the processes did not answer within 0.1 s\n"
+    time.sleep(0.7)
+    store.set("late", "answer")
+    told = started.communicate(timeout=60)
+    assert started.returncode == 0, told

@@ -443,19 +443,27 @@ def _sent() -> dict[str, Send]:
 def _sent_points(sent: Mapping[str, Send], sweep: Sweep) -> Iterator[Point]:
     """Collectives by the bytes that each process gives."""
     for kind, send in sent.items():
-        for size in sweep.sent:
+        for size in _sizes_sent(kind, sweep):
             yield Point(BETWEEN, (kind, size), partial(_give, send, size), rounds=rounds_of(size, sweep.rounds))
+
+
+def _sizes_sent(kind: str, sweep: Sweep) -> list[int]:
+    """The sweep's sizes; of an all-reduce also the last one that takes one round, and the first that does not."""
+    last = wire.SMALL // HERE.count
+    ends = (last, last + 4 * HERE.count) if kind == "all_reduce" else ()
+    return sorted({*sweep.sent, *(size for size in ends if size < max(sweep.sent))})
 
 
 def rounds_of(size: int, rounds: int) -> int:
     """How often a collective of some bytes is called, if one of a megabyte is so often.
 
-    A small one up to four times as often: among processes that share cores, it takes twice as long the next time.
+    A small one up to four times as often, a large one less often: among processes that share cores, it takes twice as
+    long the next time.
 
     >>> rounds_of(4096, 40), rounds_of(1 << 20, 40), rounds_of(64 << 20, 40)
-    (160, 40, 6)
+    (160, 40, 16)
     """
-    return max(min(6, rounds), int(rounds * min(4, (1 << 20) / size)))
+    return max(min(16, rounds), int(rounds * min(4, (1 << 20) / size)))
 
 
 def _give(send: Send, size: int) -> Made:

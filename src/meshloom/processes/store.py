@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, TimeoutError as Late
+from concurrent.futures import Future, TimeoutError as Late, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -116,6 +116,8 @@ class Board:
         try:
             return answer.result(LOOK if self._is_silent else seconds)
         except Late:
+            if not self._is_silent:
+                atexit.register(wait, [answer], 2 * MARGIN)  # as for a bounded call
             self._is_silent = True
             raise RuntimeError(f"the store of the processes did not answer within {seconds:g} s") from None
 
