@@ -102,12 +102,13 @@ def _salt(decided: Plan) -> int:
 
 def identity(salt: int, tensors: Iterable[Tensor], arguments: Iterable[object] = ()) -> int:
     """What a call makes of its operands: which tensors it works on, as a number that is the same in every process."""
+    numbers = [salt]
     for tensor in tensors:
-        salt = (salt * 1000003 + tensor._number) & MASK
+        numbers.append(tensor._number)
     for each in arguments:
         if each.__class__ in NUMBERS and each == each:
-            salt = (salt * 1000003 + hash(each)) & MASK
-    return salt
+            numbers.append(hash(each))
+    return hash(tuple(numbers)) & MASK
 
 
 MASK = (1 << 63) - 1
