@@ -69,7 +69,7 @@ def of_peer(work: str, devices: int) -> Goal | None:
 
 # On 2 processes, as a part of the other side's time; 1.05 is 1.0 within noise.
 PROCESS_ADD = Goal("ratio", 0.333)
-PROCESS_EXTRA = Goal("ratio", 0.1)  # of the add: what is paid over plain torch on the same shard
+PROCESS_EXTRA = Goal("ratio", 0.25)  # of the add: what is paid over plain torch on the same shard
 PROCESS_WORK = Goal("ratio", 1.05)
 PROCESS_LINK = Goal("ratio", 1.02)  # beside DDP over a slow link
 EXPOSED = Goal("ratio", 0.5)  # of the sums of gradients, over that link

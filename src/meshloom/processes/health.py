@@ -176,12 +176,15 @@ class Watch:
         return DivergenceError(headline, **details)
 
     def _give_up(self, headline: str, **details: Any) -> PeerLostError:
-        """The first error of all, with who is not where this process is."""
+        """An error that says who is not where this process is; if another one failed first, what that one said."""
         with self._telling():
             seen, unknown = self._look()
-            headline += blame(seen, HERE.rank)
-            self._tell(headline)
-            return PeerLostError(headline, **details, processes=self._table(seen, unknown), fix=_FIX)
+            blamed = headline + blame(seen, HERE.rank)
+            self._tell(blamed)
+            first = self.failure
+            if first is not None and first["rank"] != HERE.rank:  # it looked before those whom it blames were ended
+                blamed = f"{headline}: {first['headline']}"
+            return PeerLostError(blamed, **details, processes=self._table(seen, unknown), fix=_FIX)
 
     def _loss(self, what: str) -> PeerLostError:
         """An error that follows from another one."""
