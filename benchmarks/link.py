@@ -3,9 +3,10 @@
     python -m benchmarks.link
 
 Both sides run in turn in the same two processes, one on each host, and send 84 MB of gradients in every step. The rows
-of a batch are so many that backward takes about as long as the sums. A second line says how much of the sums was
-exposed: the seconds that a rank waited for them when its backward had ended, of the seconds from the first byte to the
-last, whichever rank has more. It needs the right to make network namespaces; without it the lines are missing.
+of a batch are so many that backward takes about as long as the sums, on whatever machine this is. A second line says
+how much of the sums was exposed: the seconds that a rank waited for them when its backward had ended, of the seconds
+from the first byte to the last, whichever rank has more. It needs the right to make network namespaces; without it the
+lines are missing.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.beside import tell
-from benchmarks.processes import beside_ddp, best_of, deep_mlp, start_ranks
+from benchmarks.processes import DEPTH, WIDTH, beside_ddp, best_of, deep_mlp, start_ranks
 from benchmarks.works import training_step
 
 CABLE, RATE, PORT = "cable", "1gbit", 29500
-ROWS = 384  # per process
+ROWS, MOST = 384, 4096  # per process: what a backward is timed on, and how many there may be
+SENDING = DEPTH * WIDTH**2 * 4 * 8 / 1e9  # seconds of the gradients at that rate
 STEP, EXPOSED = "deep MLP step", "exposed sums"
 WORKS = ((STEP, "DDP, over 1 Gbit/s"), (EXPOSED, "of all, over 1 Gbit/s"))
 
@@ -102,13 +104,28 @@ class Sums:
             wire.begin_sum, deferred.Bucket.settle = begin, settle  # type: ignore[method-assign]
 
 
+def _rows() -> int:
+    """As many rows as make backward take as long as sending its gradients, as rank 0 finds; both compute meanwhile."""
+    model, x, y = deep_mlp(1, ROWS)
+    taken = []
+    for _ in range(4):
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        dist.barrier()
+        start = time.perf_counter()
+        loss.backward()
+        taken.append(time.perf_counter() - start)
+    rows = torch.tensor([min(MOST, max(1, round(ROWS * SENDING / min(taken))))])
+    dist.broadcast(rows, 0)
+    return int(rows)
+
+
 def rank(scale: float) -> None:
     """One process: time both sides, then look at the sums of three steps of ours."""
     import meshloom as loom
 
     torch.manual_seed(0)
     mesh = loom.open_mesh((2,), axes=("dp",))
-    sides = beside_ddp(*deep_mlp(2, ROWS), mesh, training_step)
+    sides = beside_ddp(*deep_mlp(2, _rows()), mesh, training_step)
     rounds = max(3, int(12 * scale))
     best = best_of(sides, 1, rounds)
     shares = []

@@ -16,13 +16,12 @@ from pathlib import Path
 import torch
 
 import meshloom as loom
-from benchmarks.prediction import KINDS, make_collective, make_gpt, make_llama, make_mlp
+from benchmarks.prediction import KINDS, Reading, make_collective, make_gpt, make_llama, make_mlp, predict, spread_of
 from meshloom.cli.host_measuring import FULL, QUICK, measure_host, rounds_of
 from meshloom.cli.measuring import read_in_passes, time_rounds
 from meshloom.fabric.host import Host
 from meshloom.mesh.process import HERE
 from meshloom.processes import join
-from meshloom.tensor.host_time import host_time
 
 SIZES = (3 << 10, 48 << 10, 400 << 10, 2500 << 10, 12 << 20, 40 << 20)
 Point = tuple[str, str, int, Callable[[], Callable[[], object]]]
@@ -44,27 +43,17 @@ def points(is_quick: bool) -> Iterator[Point]:
             yield "Llama step", plan, 10, partial(make_llama, plan, grid)
 
 
-def time_point(point: Point) -> float:
-    """The typical seconds of a point, made anew."""
+def read_point(point: Point, host: Host) -> Reading:
+    """The typical seconds of a point, made anew, and those that are predicted."""
     _, _, rounds, make = point
-    return time_rounds(make(), rounds)
-
-
-def measure(point: Point, host: Host, taken: Sequence[float]) -> dict[str, object]:
-    """Both times of a point, and how far the passes lie apart."""
-    name, detail, _, make = point
     run = make()
-    run()
-    run()
-    with host_time(host) as found:
-        run()
-    return {
-        "work": name,
-        "detail": detail,
-        "took": min(taken),
-        "spread": max(taken) / min(taken) - 1,
-        "said": found.seconds,
-    }
+    return time_rounds(run, rounds), predict(run, host)
+
+
+def measure(point: Point, readings: Sequence[Reading]) -> dict[str, object]:
+    """Both times of a point in the best pass, and how far the passes lie apart."""
+    took, said = min(readings)
+    return {"work": point[0], "detail": point[1], "took": took, "spread": spread_of(readings), "said": said}
 
 
 def _text(size: int) -> str:
@@ -77,7 +66,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     host = measure_host(QUICK if is_quick else FULL)
     listed = [*points(is_quick)]
-    readings = read_in_passes([partial(time_point, each) for each in listed], float)
-    found = [measure(each, host, taken) for each, taken in zip(listed, readings, strict=True)]
+    readings = read_in_passes([partial(read_point, each, host) for each in listed], lambda reading: reading[0])
+    found = [measure(each, taken) for each, taken in zip(listed, readings, strict=True)]
     if HERE.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")

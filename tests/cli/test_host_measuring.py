@@ -15,7 +15,7 @@ from meshloom.cli.host_measuring import FULL, QUICK, Point, _copy, _curve, _size
 from meshloom.cli.measuring import PASSES, repeats, time_for, typical
 from meshloom.comms.wire import SMALL
 from meshloom.mesh.process import HERE
-from meshloom.tensor.host_time import LARGEST_PAGE, page_faults
+from meshloom.tensor.host_time import LARGEST_PAGE, MEMORY, PAGE, page_faults
 
 KERNELS = [2e-6 * 1.7**number for number in range(12)]  # seconds, undisturbed
 
@@ -98,6 +98,24 @@ def test_one_call_of_ten_may_be_held_up() -> None:
     assert typical([2.0] * 18 + [50.0, 90.0]) == 2.0
     assert typical([2.0, 4.0]) == 3.0  # of few calls none is left out
     assert not repeats([1.0, 1.2]) and repeats([1.2, 1.0, 1.01])
+
+
+def test_what_memory_from_the_system_cost_is_taken_off(start: Any, monkeypatch: Any) -> None:
+    clock, faults = start(lambda now: 1.0), 0
+    monkeypatch.setattr("meshloom.cli.host_measuring.page_faults", lambda: faults)
+
+    def fresh(pages: int) -> Any:
+        def run() -> None:
+            nonlocal faults
+            faults += pages
+            clock.work(1e-4 + pages * 1e-6)
+
+        return lambda: (run, float(max(pages, 1) * PAGE))
+
+    points = [Point(MEMORY, "fresh", fresh(400), 0.01), Point(MEMORY, "there", fresh(0), 0.01)]
+    found = read_points([*points, Point("copy", 1, fresh(100), 0.01)], lambda *told: None)
+    assert found["copy"][1][0] == pytest.approx(1e-4)
+    assert found[MEMORY]["fresh"][0] == pytest.approx(5e-4)
 
 
 def test_sizes_that_come_to_the_same_bytes_are_one_point_of_a_curve() -> None:

@@ -16,7 +16,7 @@ import ranks
 from meshloom.cli.host_measuring import CALLS, COLLECTIVES, QUICK, _kernels, measure_host
 from meshloom.cost.host import FRESH, RUNS, TOKENS, WEIGHED, WIDTHS, Work, kernel_seconds, kind_of
 from meshloom.fabric.host import Curve, Host, Products, load_host, read_host
-from meshloom.tensor.host_time import host_time
+from meshloom.tensor.host_time import FEWEST, MEMORY, PAGE, host_time
 
 RATE = 1e9  # bytes per second of every curve
 KINDS = tuple(kind for kind, _ in _kernels())
@@ -138,15 +138,40 @@ def test_views_are_free_and_large_results_pay_for_memory_from_the_system() -> No
     assert kernel_seconds(Work("add", 12.0, fresh=FRESH), flat(fresh=1.0)) == pytest.approx(FRESH)
 
 
-@pytest.mark.parametrize(("device", "faults", "pays"), [("cpu", 9000, True), ("cpu", 2, False), ("meta", 0, True)])
+@pytest.mark.parametrize(("device", "faults", "pays"), [("cpu", 8192, True), ("cpu", 2, False), ("meta", 0, True)])
 def test_a_large_result_pays_for_memory_from_the_system_unless_it_is_seen_to_come_from_the_heap(
     device: str, faults: int, pays: bool, monkeypatch: Any
 ) -> None:
-    counted = itertools.count(0, faults)
-    monkeypatch.setattr("meshloom.tensor.host_time.page_faults", lambda: next(counted))
     x = loom.empty(FRESH // 4, mesh=loom.open_mesh((2,)), placements="S(0)", device=device)
+    _fault_once(monkeypatch, faults)
     touched = 2 * FRESH / RATE
     assert seconds(lambda: x + 1, flat(fresh=1.0)) == pytest.approx(touched + FRESH * pays)
+
+
+@pytest.mark.parametrize(("faults", "given"), [(200, 200 * PAGE), (FEWEST - 1, 0)])
+def test_a_small_result_pays_for_memory_that_the_heap_had_given_back(faults: int, given: int, monkeypatch: Any) -> None:
+    x = loom.ones(1 << 18, mesh=loom.open_mesh((2,)), placements="S(0)")
+    _fault_once(monkeypatch, faults)
+    with host_time(flat(fresh=1.0)) as found:
+        _ = x + 1
+    assert found.by_kind.get(MEMORY, 0.0) == given
+    assert found.seconds_without_fresh == pytest.approx(2 * x.nbytes / RATE, rel=1e-4)
+
+
+def test_what_the_system_gives_after_the_last_kernel_is_paid_too(monkeypatch: Any) -> None:
+    counted = itertools.chain([0, 0], itertools.repeat(100))
+    monkeypatch.setattr("meshloom.tensor.host_time.page_faults", lambda: next(counted))
+    x = loom.ones(8, mesh=loom.open_mesh((2,)))
+    with host_time(flat(fresh=1.0)) as found:
+        _ = x + 1
+        assert MEMORY not in found.by_kind
+    assert found.by_kind[MEMORY] == 100 * PAGE
+
+
+def _fault_once(monkeypatch: Any, faults: int) -> None:
+    """The first kernel that is priced has caused so many faults, and nothing after it."""
+    counted = itertools.chain([0], itertools.repeat(faults))
+    monkeypatch.setattr("meshloom.tensor.host_time.page_faults", lambda: next(counted))
 
 
 @pytest.mark.parametrize(
@@ -202,6 +227,16 @@ def test_a_kernel_that_weighs_more_is_bound_by_arithmetic_until_memory_is_slower
     assert kernel_seconds(Work("tanh", float(WEIGHED)), made) == pytest.approx(5 * WEIGHED / RATE, rel=1e-3)
     assert kernel_seconds(Work("tanh", 8.0 * WEIGHED), made) == pytest.approx(80 * WEIGHED / RATE, rel=1e-3)
     assert kernel_seconds(Work("neg", float(WEIGHED)), made) == pytest.approx(0.5 * WEIGHED / RATE, rel=1e-3)
+    assert kernel_seconds(Work("neg", 8.0 * WEIGHED), made) == pytest.approx(79.5 * WEIGHED / RATE, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "times"), [((8, 512), 0, 3), ((8, 500), 0, 1), ((8, 512), 1, 1), ((8,), 0, 1)]
+)
+def test_a_softmax_whose_neighbours_share_places_in_the_cache_weighs_more(shape: Any, dim: int, times: int) -> None:
+    host, x = flat(), loom.ones(*shape, mesh=loom.open_mesh((2,)), placements="R")
+    made = Host("even", 1, host.curves, host.products, host.calls, {"even": 3.0})
+    assert seconds(lambda: x.softmax(dim), made) == pytest.approx(times * 2 * x.nbytes / RATE)
 
 
 def test_an_operand_that_was_used_long_ago_is_found_further_away() -> None:

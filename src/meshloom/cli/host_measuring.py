@@ -1,7 +1,8 @@
 """The tables of this machine, measured: curves of kernels by size, products by their sizes, what a call costs.
 
 Each point is timed in several passes over all of them, so that a disturbance of some seconds meets it once, and the
-best pass counts. What a pass says is what a call takes on average (`measuring.typical`).
+best pass counts. What a pass says is what a call takes on average (`measuring.typical`). Memory that the system gave
+meanwhile has a figure of its own, and is taken off.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,7 @@ from meshloom.mesh import Mesh
 from meshloom.mesh.process import HERE
 from meshloom.processes import join
 from meshloom.tensor.creation import distribute, open_mesh, randn
-from meshloom.tensor.host_time import HostTime, host_time
+from meshloom.tensor.host_time import MEMORY, HostTime, bytes_given, host_time, page_faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +52,28 @@ class Sweep:
     large: tuple[int, ...] = ()
 
 
+MB = 1 << 20
 # results stay below what the allocator takes anew from the system every time: that has a figure of its own
 SIZES = tuple(size << 10 for size in (4, 16, 48, 128, 320, 1024, 1800, 2560, 5 << 10, 16 << 10, 48 << 10))
 # from a line of the cache on, rows begin at its start: what others cost has a figure of its own; none is a whole number
 # of pages, which few rows times a large matrix are slower at
 STEPS_OF_PRODUCTS = (1, 4, 16, 48, 80, 128, 208, 384, 704, 1104, 1904, 3088)
 SENT = tuple(size << 10 for size in (1, 8, 24, 96, 256, 1024, 5 << 10, 10 << 10, 20 << 10, 36 << 10, 64 << 10))
-FULL = Sweep(0.01, SIZES, STEPS_OF_PRODUCTS, 5e9, 40, SENT, (80 << 20, 192 << 20, 640 << 20))
+# sums are measured where they stop to fit into a cache too, and far beyond it
+LARGE = tuple(size * MB for size in (20, 28, 38, 60, 84, 130, 200, 900))
+FULL = Sweep(0.01, SIZES, STEPS_OF_PRODUCTS, 5e9, 40, SENT, LARGE)
 QUICK = Sweep(0.0005, (1 << 12, 1 << 16), (16, 64), 1e7, 3, (1 << 10, 16 << 10))
 
 Made = tuple[Callable[[], object], float]  # what is timed, ready to run, and how much it does: bytes, FLOP
 Reading = tuple[float, float]  # its seconds, and how much it did
+
+
+class Timed(NamedTuple):
+    """What one pass says of a point: seconds of a call, how much it did, and bytes that the system gave to it."""
+
+    seconds: float
+    amount: float
+    given: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +86,19 @@ class Point:
     seconds: float = 0.0
     rounds: int = 0  # of what processes do together, each as often as the others
 
-    def read(self) -> Reading:
-        """Time it once."""
+    def read(self) -> Timed:
+        """Time it once, and look at how much memory the system gave to the calls."""
         run, amount = self.make()
-        return (time_rounds(run, self.rounds) if self.rounds else time_for(run, self.seconds)), amount
+        run()
+        calls, before = 0, page_faults()
+
+        def counted() -> None:
+            nonlocal calls
+            calls += 1
+            run()
+
+        seconds = time_rounds(counted, self.rounds) if self.rounds else time_for(counted, self.seconds)
+        return Timed(seconds, amount, bytes_given(page_faults() - before) / calls)
 
 
 Readings = dict[str, dict[Any, Reading]]  # by table and place
@@ -91,13 +112,13 @@ def measure_host(sweep: Sweep = FULL, tell: Tell = lambda what, number, total: N
     curves = {kind: _curve(found[kind]) for kind, _ in _kernels()}
     products = {name: _products(found[name]) for name in DTYPES}
     host = Host("this-machine", torch.get_num_threads(), curves, products, dict.fromkeys(CALLS, LEAST))
-    host = replace(host, weights=_weights(found, host), calls={**host.calls, **_memory_costs(found[OTHER], host)})
+    host = replace(host, weights=_weights(found, host), calls={**host.calls, **_memory_costs(found, host)})
     host = replace(host, processes=_between(found, sent, host))
     return replace(host, calls=_call_costs(found, calls, host))
 
 
 def read_points(points: Sequence[Point], tell: Tell) -> Readings:
-    """The best reading of every point, table by table in each pass."""
+    """The best reading of every point, table by table in each pass, without what memory from the system cost in it."""
     tables = [*dict.fromkeys(point.table for point in points)]
     listed = sorted(points, key=lambda point: tables.index(point.table))
     total = PASSES * len(tables) + 1
@@ -109,11 +130,24 @@ def read_points(points: Sequence[Point], tell: Tell) -> Readings:
         elif number == 0 or table != listed[number - 1].table:
             tell(f"{table}, pass {turn + 1}", turn * len(tables) + tables.index(table) + 1, total)
 
-    best: Readings = {}
-    readings = read_in_passes([point.read for point in listed], lambda reading: reading[0], tell_table)
+    readings = read_in_passes([point.read for point in listed], lambda timed: timed.seconds, tell_table)
+    best: dict[str, dict[Any, Timed]] = {table: {} for table in tables}
     for point, each in zip(listed, readings, strict=True):
-        best.setdefault(point.table, {})[point.place] = min(each)
-    return best
+        best[point.table][point.place] = min(each)
+    fresh = _cost_of_fresh(best[MEMORY]) if MEMORY in best else 0.0
+    return {
+        table: {
+            place: (timed.seconds if table == MEMORY else max(timed.seconds - timed.given * fresh, LEAST), timed.amount)
+            for place, timed in found.items()
+        }
+        for table, found in best.items()
+    }
+
+
+def _cost_of_fresh(readings: Mapping[Any, Sequence[float]]) -> float:
+    """What a byte from the system costs beside one that is there."""
+    (fresh, size, *_), (there, *_) = (readings[name] for name in ("fresh", "there"))
+    return max((fresh - there) / size, LEAST)
 
 
 def _curve_points(sweep: Sweep) -> Iterator[Point]:
@@ -300,8 +334,11 @@ def _other_points(sweep: Sweep) -> Iterator[Point]:
     yield Point(OTHER, "even", partial(_product, torch.float32, (even,) * 3), sweep.seconds * 2)
     yield Point(OTHER, "ragged", partial(_product, torch.float32, (even - 3,) * 3), sweep.seconds * 2)
     yield Point(OTHER, "list", partial(_as_is, partial(private.foreach_add_, *lists), 32.0), sweep.seconds)
-    yield Point(OTHER, "fresh", partial(_copy, sweep.sizes[-1], False), sweep.seconds * 4)
-    yield Point(OTHER, "there", partial(_copy, sweep.sizes[-1], True), sweep.seconds * 4)
+    for name, columns in (("even", 1024), ("uneven", 1000)):
+        across = partial(_on_rows, 1024 * columns, lambda a: a.softmax(0), 8, 1024)
+        yield Point(OTHER, f"across {name}", across, sweep.seconds * 2)
+    yield Point(MEMORY, "fresh", partial(_copy, sweep.sizes[-1], False), sweep.seconds * 4)
+    yield Point(MEMORY, "there", partial(_copy, sweep.sizes[-1], True), sweep.seconds * 4)
 
 
 def _as_is(run: Callable[[], object], amount: float) -> Made:
@@ -327,16 +364,21 @@ def _weights(found: Readings, host: Host) -> dict[str, float]:
     """Single kernels beside the curve of their kind; products by columns, or with ragged rows, beside others."""
     weights = {name: _weigh(name, *reading, host) for name, reading in found[SINGLE].items()}
     other = found[OTHER]
-    (even, flops), (ragged, fewer) = other["even"], other["ragged"]
-    weights["ragged"] = (ragged / fewer) / (even / flops)
+    weights["ragged"] = _compare(other["ragged"], other["even"])
+    weights["even"] = _compare(other["across even"], other["across uneven"])
     return {**weights, "transposed": other["by columns"][0] / other["by rows"][0]}
 
 
-def _memory_costs(readings: Mapping[Any, Reading], host: Host) -> dict[str, float]:
+def _compare(one: Reading, other: Reading) -> float:
+    """How many times as long one takes for as much as the other does."""
+    return (one[0] / one[1]) / (other[0] / other[1])
+
+
+def _memory_costs(found: Readings, host: Host) -> dict[str, float]:
     """What a tensor of a list costs beside a kernel, and a byte from the system beside one that is there."""
-    (listed, items), (fresh, size), (there, _) = (readings[name] for name in ("list", "fresh", "there"))
+    listed, items = found[OTHER]["list"]
     item = (listed - host.curve("in place").points[0][1]) / items
-    return {"item": max(item, LEAST), "fresh": max((fresh - there) / size, LEAST)}
+    return {"item": max(item, LEAST), "fresh": _cost_of_fresh(found[MEMORY])}
 
 
 def _weigh(name: str, seconds: float, touched: float, host: Host) -> float:
@@ -382,7 +424,7 @@ def _call_points(calls: Mapping[str, Run], sweep: Sweep) -> Iterator[Point]:
 def _call_costs(found: Readings, calls: Mapping[str, Run], host: Host) -> dict[str, float]:
     """What a call and a kernel of backward cost besides their kernels."""
     priced = {name: _price(run, host) for name, run in calls.items()}
-    costs = {name: found[CALL][name][0] - each.seconds for name, each in priced.items()}
+    costs = {name: found[CALL][name][0] - each.seconds_without_fresh for name, each in priced.items()}
     costs["op"] /= len(priced["op"].calls)
     costs["kernel"] /= priced["kernel"].kernels
     costs[AGAIN] = statistics.fmean(costs.pop(name) for name in calls if name.startswith(AGAIN))
@@ -401,7 +443,7 @@ CALLS = ("op", AGAIN, *COLLECTIVES, "kernel", "item", "fresh")
 LEAST = 1e-15  # seconds of what the tables explain to the last bit
 SINGLE, OTHER, BETWEEN, CALL = "single kernels", "copies and lists", "collectives between processes", "calls"
 APART = " by element"
-STEPS = PASSES * (len([*_kernels()]) + len(DTYPES) + 3) + 1  # what is told of
+STEPS = PASSES * (len([*_kernels()]) + len(DTYPES) + 4) + 1  # what is told of
 
 
 def _layer(mesh: Mesh) -> Callable[[], Any]:
@@ -481,7 +523,7 @@ def _between(found: Readings, sent: Mapping[str, Send], host: Host) -> dict[tupl
     points: dict[str, dict[float, float]] = {kind: {} for kind in sent}
     for (kind, size), (took, given) in found.get(BETWEEN, {}).items():
         run, _ = _give(sent[kind], size)
-        points[kind][given] = max(LEAST, took - _price(run, host).seconds)
+        points[kind][given] = max(LEAST, took - _price(run, host).seconds_without_fresh)
     return {(kind, HERE.count): Curve(tuple(sorted(each.items()))) for kind, each in points.items()}
 
 

@@ -69,7 +69,17 @@ class PendingSum:
         is_wanted = len(kept) < len(self.under_way)
         self.under_way[:] = kept
         if is_wanted and self.leaf is not None:
-            self.leaf.grad = total if self.leaf.grad is None else self.leaf.grad + total
+            _accumulate(self.leaf, total)
+
+
+def _accumulate(leaf: torch.Tensor, total: torch.Tensor) -> None:
+    """Add to a leaf's gradient as torch does: into its memory, unless one of both belongs to a graph."""
+    if leaf.grad is None:
+        leaf.grad = total
+    elif leaf.grad.requires_grad or total.requires_grad:
+        leaf.grad = leaf.grad + total
+    else:
+        leaf.grad.add_(total)
 
 
 class Bucket:

@@ -28,6 +28,7 @@ class Work:
     attention: tuple[int, int] = (0, 0)  # tokens, and the width of a head
     is_transposed: bool = False  # a product whose first operand is
     is_across: bool = False  # a softmax over another dim than the last
+    is_even: bool = False  # one whose neighbours lie so many bytes apart that few lines of the cache can hold them
     is_view: bool = False
 
 
@@ -54,6 +55,7 @@ RUNS = (1, 2, 6, 20, 64)  # elements in a row, each with a curve
 WEIGHED = 1 << 20  # bytes at which single kernels are weighed
 ALIGNED = 16  # elements in a line of the cache: rows of other lengths begin within one
 RAGGED = 64  # sizes from which arithmetic and not memory decides what a product takes
+EVEN = 2048  # bytes: neighbours that lie a multiple of it apart share few places in a cache
 VECTOR = 32  # elements in a row from which torch's loops use vectors
 TOKENS, WIDTHS = (12, 40, 144, 512), (20, 64)  # of attention
 
@@ -117,6 +119,7 @@ def _seconds(work: Work, host: Host) -> float:
     slow = kind == "strided" and work.run < VECTOR
     weight = host.weights.get(f"{work.name} by element" if slow else work.name, 1.0)
     seconds = start + _weigh(weight, seconds - start, work, host, kind)
+    seconds *= host.weights.get("even", 1.0) if work.is_even else 1.0
     return seconds + work.items * host.calls["item"]
 
 
@@ -124,12 +127,12 @@ def _weigh(weight: float, seconds: float, work: Work, host: Host, kind: str) -> 
     """What a kernel takes that was seen to take so many times as long as its kind at one size.
 
     One that weighs more is bound by its arithmetic, which takes as long per element at any size, until memory is
-    slower than that.
+    slower than that. One that weighs less saves no more where memory is slower than at that size.
     """
+    beyond = max(_by_curves(work, host, kind, WEIGHED) - _by_curves(work, host, kind, 1.0), 0.0)
     if weight <= 1.0:
-        return weight * seconds
-    beyond = _by_curves(work, host, kind, WEIGHED) - _by_curves(work, host, kind, 1.0)
-    return max(seconds, weight * max(beyond, 0.0) / WEIGHED * work.bytes)
+        return seconds - (1 - weight) * min(seconds, beyond)
+    return max(seconds, weight * beyond / WEIGHED * work.bytes)
 
 
 def _size_of(work: Work) -> float:

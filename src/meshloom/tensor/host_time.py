@@ -1,12 +1,13 @@
 """How long a piece of program takes on this machine, by its tables: every kernel priced, none of them timed.
 
-On `device="meta"` nothing is computed; on data the program runs, and is not timed either. There it is seen whether the
-memory of large results came from the system; on `meta` it is assumed.
+On `device="meta"` nothing is computed; on data the program runs, and is not timed either. There it is seen how much
+memory came from the system; on `meta` it is assumed of large results.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 import resource
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from meshloom.context import Event, Log, state
-from meshloom.cost.host import FRESH, Work, cold_seconds, kernel_seconds, kind_of
+from meshloom.cost.host import EVEN, FRESH, Work, cold_seconds, kernel_seconds, kind_of
 from meshloom.engines import private
 from meshloom.fabric.host import Host
 from meshloom.tensor.kernel_work import EMPTY, Kernel, address_of, arrays_in
@@ -66,7 +67,9 @@ class HostTime(Log):
 
     def see(self, kernel: Kernel) -> None:
         """A kernel has run."""
-        work = self._look_for_fresh(kernel, work_of(kernel))
+        work = work_of(kernel)
+        self._charge_fresh(work.fresh, any(each.is_meta for each in kernel.fresh))
+        work = replace(work, fresh=0)
         self.kernels += not work.is_view
         kind = "product" if work.product is not None else kind_of(work)
         self.by_kind[kind] += kernel_seconds(work, self.host)
@@ -75,14 +78,25 @@ class HostTime(Log):
         if private.current_node() is not None:
             self.by_kind["kernel"] += self.host.calls["kernel"]
 
-    def _look_for_fresh(self, kernel: Kernel, work: Work) -> Work:
-        """The work as it was seen: what the C library still had in its heap did not come from the system.
+    def _charge_fresh(self, large: int = 0, is_meta: bool = False) -> None:
+        """Memory from the system since the last kernel; `large` are bytes of results too large for the heap.
 
-        Which it is depends on all that the process did before.
+        Of results on data it is seen: the C library may have had large ones in its heap, and may have given the memory
+        of small ones back. Which it is depends on all that the process did before.
         """
         before, self._faults = self._faults, page_faults()
-        is_seen = work.fresh and not any(each.is_meta for each in kernel.fresh)
-        return replace(work, fresh=0) if is_seen and (self._faults - before) * LARGEST_PAGE < work.fresh else work
+        size = large if is_meta else bytes_given(self._faults - before, large)
+        if size:
+            self.by_kind[MEMORY] += size * self.host.calls["fresh"]
+
+    @property
+    def seconds_without_fresh(self) -> float:
+        """All of it but what memory from the system costs."""
+        return self.seconds - self.by_kind.get(MEMORY, 0.0)
+
+    def end(self) -> None:
+        """The program has run: what was given since its last kernel belongs to it."""
+        self._charge_fresh()
 
     def begin_call(self, call: Any, where: str, tensors: Sequence[Any]) -> None:
         """A planned call."""
@@ -122,12 +136,25 @@ class HostTime(Log):
         return "\n".join(lines)
 
 
-LARGEST_PAGE = 2 << 20  # bytes of memory that one fault may bring
+MEMORY = "memory from the system"
+PAGE = mmap.PAGESIZE  # bytes of memory that one fault brings
+LARGEST_PAGE = 2 << 20  # bytes that it may bring, for results that are large enough
+FEWEST = 16  # faults that mean something: Python's own lists and frames cause some
 
 
 def page_faults() -> int:
     """How often this process has been given memory by the system, so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def bytes_given(faults: int, large: int = 0) -> int:
+    """The bytes that so many faults brought; `large` are those of results that may have come in large pages.
+
+    >>> bytes_given(100) == 100 * PAGE, bytes_given(3), bytes_given(16, 32 << 20) == 32 << 20
+    (True, 0, True)
+    """
+    given = faults * PAGE if faults >= FEWEST else 0
+    return max(given, large) if faults * LARGEST_PAGE >= large else given
 
 
 @contextmanager
@@ -136,6 +163,7 @@ def host_time(host: Host) -> Iterator[HostTime]:
     found = HostTime(host)
     with state.changed(logs=(*state.logs, found)), Kernels(found):
         yield found
+        found.end()
 
 
 def work_of(kernel: Kernel) -> Work:
@@ -146,6 +174,7 @@ def work_of(kernel: Kernel) -> Work:
     touched = sum(map(_bytes, read)) + sum(map(_bytes, kernel.fresh)) + written
     items = next((len(each) for each in kernel.arguments if isinstance(each, list) and each), 0)
     run, is_turned = _run_of(kernel)
+    apart = _apart(kernel)
     if run and not name.startswith("_foreach"):  # an element is worked on by itself, however often it is there
         touched = sum(each.nbytes for each in (*inputs, *kernel.fresh)) + written
     return Work(
@@ -161,7 +190,8 @@ def work_of(kernel: Kernel) -> Work:
         is_turned=is_turned,
         attention=(kernel.inputs[0].shape[-2], kernel.inputs[0].shape[-1]) if name.startswith(_ATTENTION) else (0, 0),
         is_transposed=_is_transposed(kernel),
-        is_across=name in _SOFTMAXES and kernel.arguments[_SOFTMAXES[name]] % inputs[0].ndim != inputs[0].ndim - 1,
+        is_across=bool(apart),
+        is_even=apart > 0 and apart % EVEN == 0,
         is_view=kernel.is_view or name in EMPTY,
     )
 
@@ -193,6 +223,15 @@ def _product_of(kernel: Kernel) -> tuple[int, int, int, int] | None:
         passes = round(kernel.flops / (2 * gradient.numel() * max(1, weight[0].numel()))) or 1
         return passes, gradient.numel() // weight.shape[0], max(1, weight[0].numel()), weight.shape[0]
     return None
+
+
+def _apart(kernel: Kernel) -> int:
+    """Of a softmax over another dim than the last: how many bytes its neighbours lie apart; 0 of any other kernel."""
+    if kernel.name not in _SOFTMAXES:
+        return 0
+    array, dim = kernel.inputs[0], kernel.arguments[_SOFTMAXES[kernel.name]]
+    is_last = array.ndim < 2 or dim % array.ndim == array.ndim - 1
+    return 0 if is_last else array.stride(dim) * array.itemsize
 
 
 _SOFTMAXES = {"_softmax": 1, "_log_softmax": 1, "_softmax_backward_data": 2, "_log_softmax_backward_data": 2}
