@@ -1,7 +1,8 @@
 """Predicted against measured on this machine: it is calibrated, then asked about sizes and shapes that it did not see.
 
 Every point is measured in three passes over all points, and again where its best was not met twice, as the calibration
-does; the best counts, and the spread of all says how far a point repeats at all.
+does; between processes in three runs of them, since how threads lie on the cores lasts as long as a run. The best
+counts, and the spread of all says how far a point repeats at all.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from benchmarks.goals import Goal
 from benchmarks.optimizers import megatron_placements
 from benchmarks.results import OURS, Row, verdict
 from benchmarks.works import language_step
-from meshloom.cli.host_measuring import FULL, QUICK, measure_host
+from meshloom.cli.host_measuring import FULL, QUICK, measure_host, time_and_memory
 from meshloom.cli.measuring import read_in_passes, time_for
 from meshloom.fabric.host import Host
 from meshloom.tensor.host_time import host_time
@@ -42,6 +43,7 @@ KINDS: dict[str, tuple[int, ...]] = {
 MEDIAN, WORST = Goal("error", 0.15), Goal("error", 0.30)
 BETWEEN, FAR = Goal("error", 0.20), Goal("error", 0.0)
 PROCESSES = (2, 4)
+RUNS = 3  # of processes: the first one makes the tables
 RANKS = Path(__file__).with_name("prediction_ranks.py")
 DEVICES = (8, 32)
 SIZES = (2 << 10, 24 << 10, 200 << 10, 3 << 20, 12 << 20, 40 << 20)
@@ -130,35 +132,46 @@ def between(quick: bool) -> Iterator[Row]:
 
 def _together(count: int, quick: bool) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "found.json"
-        command = [sys.executable, "-m", "meshloom", "run", "--nproc", str(count), str(RANKS), str(path)]
-        root = {**os.environ, "PYTHONPATH": os.pathsep.join([str(RANKS.parents[1]), os.environ.get("PYTHONPATH", "")])}
-        done = subprocess.run([*command, "quick" if quick else "full"], capture_output=True, text=True, env=root)
-        if done.returncode:
-            said = f"{done.stdout[-3000:]}{done.stderr[-3000:]}"
-            raise RuntimeError(f"{count} processes did not come to their end:\n{said}")
-        found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-        return found
+        runs = [_run_together(count, quick, Path(folder)) for _ in range(1 if quick else RUNS)]
+    return [_best_of_runs(each) for each in zip(*runs, strict=True)]
+
+
+def _run_together(count: int, quick: bool, folder: Path) -> list[dict[str, Any]]:
+    path = folder / "found.json"
+    command = [sys.executable, "-m", "meshloom", "run", "--nproc", str(count), str(RANKS), str(path)]
+    root = {**os.environ, "PYTHONPATH": os.pathsep.join([str(RANKS.parents[1]), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([*command, "quick" if quick else "full"], capture_output=True, text=True, env=root)
+    if done.returncode:
+        said = f"{done.stdout[-3000:]}{done.stderr[-3000:]}"
+        raise RuntimeError(f"{count} processes did not come to their end:\n{said}")
+    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _best_of_runs(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Both times of a point in the best pass of all runs, and how far all passes lie apart."""
+    readings = [(took, said) for run in runs for took, said in run["readings"]]
+    took, said = min(readings)
+    return {**runs[0], "took": took, "said": said, "spread": spread_of(readings)}
 
 
 Reading = tuple[float, float]  # the seconds that a call took, and that were predicted right after it
 
 
 def _read(case: Case, host: Host) -> Reading:
-    run = case.make()
+    return read(case.make(), host, partial(time_for, seconds=case.seconds))
+
+
+def read(run: Callable[[], object], host: Host, clock: Callable[[Callable[[], object]], float]) -> Reading:
+    """What a call takes, and what the tables say of it with the memory that the system was seen to give meanwhile.
+
+    Whether the heap has room for a result depends on all that the process did before, so it differs between passes.
+    """
     run()
-    return time_for(run, case.seconds), predict(run, host)
-
-
-def predict(run: Callable[[], object], host: Host) -> float:
-    """What the tables say of a call as it runs now: whether the heap has memory for its results, a pass decides."""
+    took, given = time_and_memory(run, clock)
     with host_time(host) as found:
-        for _ in range(LOOKS):
-            run()
-    return found.seconds / LOOKS
-
-
-LOOKS = 3  # calls of which the mean is predicted: the heap may give its memory back after every second one
+        run()
+    return took, found.seconds_without_fresh + given * host.calls["fresh"]
 
 
 def spread_of(readings: Sequence[Reading]) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 import meshloom as loom
-from benchmarks.prediction import KINDS, Reading, make_collective, make_gpt, make_llama, make_mlp, predict, spread_of
+from benchmarks.prediction import KINDS, Reading, make_collective, make_gpt, make_llama, make_mlp, read
 from meshloom.cli.host_measuring import FULL, QUICK, measure_host, rounds_of
 from meshloom.cli.measuring import read_in_passes, time_rounds
-from meshloom.fabric.host import Host
+from meshloom.fabric.host import Host, load_host
 from meshloom.mesh.process import HERE
 from meshloom.processes import join
 
@@ -46,14 +46,17 @@ def points(is_quick: bool) -> Iterator[Point]:
 def read_point(point: Point, host: Host) -> Reading:
     """The typical seconds of a point, made anew, and those that are predicted."""
     _, _, rounds, make = point
-    run = make()
-    return time_rounds(run, rounds), predict(run, host)
+    return read(make(), host, partial(time_rounds, rounds=rounds))
 
 
-def measure(point: Point, readings: Sequence[Reading]) -> dict[str, object]:
-    """Both times of a point in the best pass, and how far the passes lie apart."""
-    took, said = min(readings)
-    return {"work": point[0], "detail": point[1], "took": took, "spread": spread_of(readings), "said": said}
+def make_tables(path: Path, is_quick: bool) -> Host:
+    """The tables that an earlier run of as many processes left there, or new ones, which rank 0 keeps."""
+    if path.exists():
+        return load_host(path)
+    host = measure_host(QUICK if is_quick else FULL)
+    if HERE.rank == 0:
+        path.write_text(host.to_toml(), encoding="utf-8")
+    return host
 
 
 def _text(size: int) -> str:
@@ -64,9 +67,13 @@ if __name__ == "__main__":
     join()
     is_quick = sys.argv[2] == "quick"
     torch.manual_seed(0)
-    host = measure_host(QUICK if is_quick else FULL)
+    host = make_tables(Path(sys.argv[1]).with_name("host.toml"), is_quick)
     listed = [*points(is_quick)]
-    readings = read_in_passes([partial(read_point, each, host) for each in listed], lambda reading: reading[0])
-    found = [measure(each, taken) for each, taken in zip(listed, readings, strict=True)]
+    reads = [partial(read_point, each, host) for each in listed]
+    readings = read_in_passes(reads, lambda reading: reading[0], passes=2, more=1)
+    found = [
+        {"work": work, "detail": detail, "readings": taken}
+        for (work, detail, *_), taken in zip(listed, readings, strict=True)
+    ]
     if HERE.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")

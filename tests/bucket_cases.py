@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,22 @@ def failure() -> tuple[bool, float]:
     _backward(ours, placed, [])
     _backward(dense, x, [])
     return is_told, _difference(ours, dense)
+
+
+def kept() -> tuple[bool, bool, bool]:
+    """Whether a kept gradient has the sum of two passes, is the tensor's still, and stays so under create_graph."""
+    join()
+    mesh = loom.open_mesh((HERE.count,), axes=("dp",))
+    w = loom.Parameter(torch.ones(3, 2), mesh, {})
+    x = loom.distribute(torch.arange(6.0 * HERE.count).view(-1, 3), mesh, "S(0)")
+    (x @ w).sum().backward()
+    held, first = w.grad, w.grad.to_torch().clone()
+    (x @ w).sum().backward()
+    has_sum, is_same = torch.equal(held.to_torch(), 2 * first), w.grad._data.data_ptr() == held._data.data_ptr()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of the cycle that create_graph makes
+        (x @ w).square().sum().backward(create_graph=True)
+    return has_sum, is_same, torch.equal(held.to_torch(), 2 * first)
 
 
 def forbidden() -> list[str]:

@@ -35,6 +35,10 @@ def test_a_failed_backward_leaves_the_next_one_right() -> None:
         assert is_told and difference < 5e-6
 
 
+def test_a_second_backward_adds_to_the_gradient_that_is_there() -> None:
+    assert ranks.run(2, "bucket_cases:kept") == [(True, True, True)] * 2
+
+
 def test_nothing_leaves_where_communication_is_forbidden() -> None:
     assert ranks.run(2, "bucket_cases:forbidden") == [[], []]
 

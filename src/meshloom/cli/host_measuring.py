@@ -60,7 +60,7 @@ SIZES = tuple(size << 10 for size in (4, 16, 48, 128, 320, 1024, 1800, 2560, 5 <
 STEPS_OF_PRODUCTS = (1, 4, 16, 48, 80, 128, 208, 384, 704, 1104, 1904, 3088)
 SENT = tuple(size << 10 for size in (1, 8, 24, 96, 256, 1024, 5 << 10, 10 << 10, 20 << 10, 36 << 10, 64 << 10))
 # sums are measured where they stop to fit into a cache too, and far beyond it
-LARGE = tuple(size * MB for size in (20, 28, 38, 60, 84, 130, 200, 900))
+LARGE = tuple(size * MB for size in (20, 28, 38, 60, 84, 130, 200, 640, 1500))
 FULL = Sweep(0.01, SIZES, STEPS_OF_PRODUCTS, 5e9, 40, SENT, LARGE)
 QUICK = Sweep(0.0005, (1 << 12, 1 << 16), (16, 64), 1e7, 3, (1 << 10, 16 << 10))
 
@@ -89,19 +89,26 @@ class Point:
     def read(self) -> Timed:
         """Time it once, and look at how much memory the system gave to the calls."""
         run, amount = self.make()
-        run()
-        calls, before = 0, page_faults()
-
-        def counted() -> None:
-            nonlocal calls
-            calls += 1
-            run()
-
-        seconds = time_rounds(counted, self.rounds) if self.rounds else time_for(counted, self.seconds)
-        return Timed(seconds, amount, bytes_given(page_faults() - before) / calls)
+        clock = partial(time_rounds, rounds=self.rounds) if self.rounds else partial(time_for, seconds=self.seconds)
+        seconds, given = time_and_memory(run, clock)
+        return Timed(seconds, amount, given)
 
 
 Readings = dict[str, dict[Any, Reading]]  # by table and place
+
+
+def time_and_memory(run: Callable[[], object], clock: Callable[[Callable[[], object]], float]) -> tuple[float, float]:
+    """The seconds of a call, as a clock finds them, and the bytes that the system gave to each call meanwhile."""
+    run()
+    calls, before = 0, page_faults()
+
+    def counted() -> None:
+        nonlocal calls
+        calls += 1
+        run()
+
+    seconds = clock(counted)
+    return seconds, bytes_given(page_faults() - before) / calls
 
 
 def measure_host(sweep: Sweep = FULL, tell: Tell = lambda what, number, total: None) -> Host:
@@ -168,7 +175,7 @@ def _sizes_of(kind: str, sweep: Sweep) -> tuple[int, ...]:
     """At which sizes a kind is measured: those that have many curves at every second."""
     if kind.startswith("sum"):
         results = {"sum": 1 << 30, **{f"sum of {rows} rows": rows for rows in ROWS}}[kind]
-        return (*sweep.sizes, *(size for size in sweep.large if size // results < FRESH))
+        return (*sweep.sizes, *(size for size in sweep.large if size // results < 2 * FRESH))
     return sweep.sizes[::2] if kind[-1].isdecimal() and len(sweep.sizes) > 2 else sweep.sizes
 
 

@@ -200,17 +200,19 @@ def read_in_passes(
     reads: Sequence[Callable[[], Reading]],
     seconds_of: Callable[[Reading], float],
     tell: Callable[[int, int], None] = lambda turn, number: None,
+    passes: int = PASSES,
+    more: int = MORE,
 ) -> list[list[Reading]]:
     """The readings of some points: pass after pass over all of them, and again of those that did not repeat.
 
     Processes that measure together all call it; a point that did not repeat on one of them is read again by all.
     """
     found: list[list[Reading]] = [[] for _ in reads]
-    for turn, (number, read) in itertools.product(range(PASSES), enumerate(reads)):
+    for turn, (number, read) in itertools.product(range(passes), enumerate(reads)):
         tell(turn, number)
         found[number].append(read())
-    tell(PASSES, 0)
-    for _ in range(MORE):
+    tell(passes, 0)
+    for _ in range(more):
         repeated = exchange("measure", [repeats([*map(seconds_of, each)]) for each in found])
         if all(map(all, repeated)):
             break

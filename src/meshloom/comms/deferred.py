@@ -64,22 +64,19 @@ class PendingSum:
         return part
 
     def settle(self, part: torch.Tensor, total: torch.Tensor) -> None:
-        """Add the sum to the leaf's gradient, unless its part was dropped on the way."""
+        """Add the sum to the leaf's gradient, as torch does, unless the part was dropped on the way."""
         kept = [each for each in self.under_way if each is not part]
         is_wanted = len(kept) < len(self.under_way)
         self.under_way[:] = kept
-        if is_wanted and self.leaf is not None:
-            _accumulate(self.leaf, total)
-
-
-def _accumulate(leaf: torch.Tensor, total: torch.Tensor) -> None:
-    """Add to a leaf's gradient as torch does: into its memory, unless one of both belongs to a graph."""
-    if leaf.grad is None:
-        leaf.grad = total
-    elif leaf.grad.requires_grad or total.requires_grad:
-        leaf.grad = leaf.grad + total
-    else:
-        leaf.grad.add_(total)
+        leaf = self.leaf
+        if not is_wanted or leaf is None:
+            return
+        if leaf.grad is None:
+            leaf.grad = total
+        elif leaf.grad.requires_grad or total.requires_grad:  # one of them belongs to a graph
+            leaf.grad = leaf.grad + total
+        else:
+            leaf.grad.add_(total)
 
 
 class Bucket:
