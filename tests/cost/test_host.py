@@ -168,6 +168,15 @@ def test_what_the_system_gives_after_the_last_kernel_is_paid_too(monkeypatch: An
     assert found.by_kind[MEMORY] == 100 * PAGE
 
 
+def test_without_data_no_fault_of_this_process_is_priced(monkeypatch: Any) -> None:
+    counted = itertools.count(0, 1000)
+    monkeypatch.setattr("meshloom.tensor.host_time.page_faults", lambda: next(counted))
+    x = loom.empty(8, mesh=loom.open_mesh((2,)), device="meta")
+    with host_time(flat(fresh=1.0)) as found:
+        (x + 1).add_(x)
+    assert MEMORY not in found.by_kind
+
+
 def _fault_once(monkeypatch: Any, faults: int) -> None:
     """The first kernel that is priced has caused so many faults, and nothing after it."""
     counted = itertools.chain([0], itertools.repeat(faults))

@@ -33,6 +33,7 @@ class HostTime(Log):
         self.host, self.kernels = host, 0
         self.by_kind: defaultdict[str, float] = defaultdict(float)
         self._is_inside = False
+        self._is_on_data = False  # the last kernel was
         self._faults = page_faults()  # so far
         self._ops: list[str] = []  # without gradients; empty of those with gradients
         self._touched = 0.0  # bytes, so far
@@ -68,7 +69,8 @@ class HostTime(Log):
     def see(self, kernel: Kernel) -> None:
         """A kernel has run."""
         work = work_of(kernel)
-        self._charge_fresh(work.fresh, any(each.is_meta for each in kernel.fresh))
+        self._is_on_data = not any(each.is_meta for each in (*kernel.fresh, *kernel.inputs))
+        self._charge_fresh(work.fresh)
         work = replace(work, fresh=0)
         self.kernels += not work.is_view
         kind = "product" if work.product is not None else kind_of(work)
@@ -78,14 +80,14 @@ class HostTime(Log):
         if private.current_node() is not None:
             self.by_kind["kernel"] += self.host.calls["kernel"]
 
-    def _charge_fresh(self, large: int = 0, is_meta: bool = False) -> None:
+    def _charge_fresh(self, large: int = 0) -> None:
         """Memory from the system since the last kernel; `large` are bytes of results too large for the heap.
 
         Of results on data it is seen: the C library may have had large ones in its heap, and may have given the memory
         of small ones back. Which it is depends on all that the process did before.
         """
         before, self._faults = self._faults, page_faults()
-        size = large if is_meta else bytes_given(self._faults - before, large)
+        size = bytes_given(self._faults - before, large) if self._is_on_data else large
         if size:
             self.by_kind[MEMORY] += size * self.host.calls["fresh"]
 
