@@ -14,6 +14,7 @@ import meshloom as loom
 from meshloom import Shard
 from meshloom.checkpoint import saving
 from meshloom.mesh import HERE
+from meshloom.processes.exchange import exchange
 
 ELEMENTS = 1 << 18
 
@@ -105,6 +106,7 @@ def fail_in_turn(folder: str) -> dict[str, str]:
     loom.save(split(3.0), f"{folder}/hurt")
     if HERE.rank == 0:
         flip(Path(folder) / "hurt" / "rank-00001-000.safetensors", -1)
+    exchange("flipped", None)  # the other one reads it after that
     fresh = split(0.0)
     found["load"] = told(lambda: loom.load(f"{folder}/hurt", into=fresh))
     assert fresh["step"] == 0 and float(fresh["x"].sum()) == 0.0

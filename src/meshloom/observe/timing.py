@@ -26,7 +26,7 @@ from meshloom.types import itemsize
 
 STREAMS = ("compute", "communication")
 # `LARGE` of `comms.deferred` and the figures of `comms.scatters`, without torch
-SMALL = 1 << 18  # elements below which gradients are summed together
+SMALL = 1 << 20  # elements below which gradients are summed together
 SCATTERED_TOGETHER = 1 << 18  # bytes of a gradient up to which it is scattered with others
 TOGETHER = 1 << 20  # bytes of those from which they are
 UNDER_WAY = 2  # scatters of large gradients
