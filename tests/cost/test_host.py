@@ -265,6 +265,12 @@ def test_an_operand_that_was_used_long_ago_is_found_further_away() -> None:
     assert seconds(lambda: x + 1, made) == pytest.approx(seconds(lambda: x + 1, host))  # it was used just before
 
 
+@pytest.mark.parametrize("shape", [(), (0,), (0, 4), (1,)])
+def test_tensors_of_nothing_have_a_price(shape: Any) -> None:
+    x = loom.ones(*shape, mesh=loom.open_mesh((3,)), placements="R")
+    assert 0 <= seconds(lambda: (x + 1).softmax(-1).sum(), flat()) < 1e-6
+
+
 def test_a_product_into_a_weights_gradient_weighs_more() -> None:
     host = flat()
     made = Host("turned", 1, host.curves, host.products, host.calls, {"transposed": 3.0})

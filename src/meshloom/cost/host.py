@@ -164,6 +164,8 @@ def cold_seconds(size: float, since: float, own: float, host: Host) -> float:
     >>> cold_seconds(500.0, 1000.0, 1000.0, host), f"{cold_seconds(500.0, 4000.0, 1000.0, host) * 1e6:.2f} us"
     (0.0, '0.50 us')
     """
+    if not size:
+        return 0.0
     curve = host.curve("sum")
     rates = [curve.seconds(each) / each for each in (max(since, own), max(own, curve.points[0][0]))]
     return max(0.0, size * (rates[0] - rates[1]))
