@@ -642,3 +642,10 @@ def test_each_result_of_a_call_with_several_has_a_sum_of_its_own() -> None:
     with loom.record() as log:
         ((left @ w.T).tanh().sum() + (right @ w.T).tanh().sum()).backward()
     assert [each.kind for each in log if each.phase == "backward"] == ["all_reduce"] * 2
+
+
+@pytest.mark.parametrize("placed", ["R", "P(max)", "P(min)"])
+def test_a_norm_that_counts_gives_no_gradient_as_in_torch(placed):
+    x = loom.distribute(torch.tensor([3.0, 0.0]), loom.open_mesh((2,)), "R").requires_grad_()
+    torch.linalg.vector_norm(x.redistribute(placed), 0).backward()
+    assert x.grad is None

@@ -77,10 +77,13 @@ class Extreme(Node):
         wide = found.unsqueeze(dim)
         ctx.save_for_backward((x == wide) | (x.isnan() & wide.isnan()))
         ctx.dim = dim
+        ctx.set_materialize_grads(False)  # what needs no gradient gives none, such as a norm that counts
         return found
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        if gradient is None:
+            return None, None, None
         (chosen,) = ctx.saved_tensors
         share = (gradient / chosen.sum(ctx.dim)).unsqueeze(ctx.dim)
         return torch.where(chosen, share, 0), None, None
