@@ -265,6 +265,20 @@ def test_an_operand_that_was_used_long_ago_is_found_further_away() -> None:
     assert seconds(lambda: x + 1, made) == pytest.approx(seconds(lambda: x + 1, host))  # it was used just before
 
 
+def test_parts_of_one_memory_are_found_where_each_was_used_last() -> None:
+    host = flat()
+    further = Curve(((1.0, 1 / RATE), (float(1 << 22), (1 << 22) / RATE), (float(1 << 26), 10 * (1 << 26) / RATE)))
+    made = Host("cached", 1, {**host.curves, "sum": further}, host.products, host.calls)
+    x = loom.ones(16, 1 << 18, mesh=loom.open_mesh((1,)), placements="R", device="meta")
+    rows = [x[place] for place in range(16)]
+
+    def price(*chosen: Any) -> float:
+        return seconds(lambda: [row + 1 for row in chosen], made) / seconds(lambda: [row + 1 for row in chosen], host)
+
+    assert price(*[rows[0]] * 16) == pytest.approx(1.0)  # used just before, though the others were not
+    assert price(*rows) > 1.5
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (0, 4), (1,)])
 def test_tensors_of_nothing_have_a_price(shape: Any) -> None:
     x = loom.ones(*shape, mesh=loom.open_mesh((3,)), placements="R")

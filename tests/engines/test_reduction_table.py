@@ -7,7 +7,8 @@ from functools import reduce
 import pytest
 import torch
 
-from meshloom.engines.reductions import REDUCTIONS, number
+import meshloom as loom
+from meshloom.engines.reductions import LONG, PANEL, REDUCTIONS, number
 from meshloom.errors import DTypeError
 from meshloom.placement import IDENTITY, PARTIAL_OPS
 
@@ -48,6 +49,39 @@ def test_the_identity_and_what_is_neutral_change_nothing(op, dtype):
         assert torch.equal(line.combine(x, line.neutral(x)), x)
     elif op != "mean":
         assert torch.equal(line.combine(x, x), x)
+
+
+@pytest.mark.parametrize("elements", [LONG, PANEL, PANEL + 5, 2 * PANEL + LONG])
+@pytest.mark.parametrize("rows", [2, 3, 8])
+def test_long_parts_add_up_one_by_one_with_and_without_a_gradient(rows, elements):
+    line, x = REDUCTIONS["sum"], torch.randn(rows, elements, dtype=torch.float64)
+    expected, into, apart = reduce(torch.add, x), torch.empty(elements).double(), torch.empty(elements, 2).double()
+    for found in (line.along(x, 0), line.quickly(x), line.quickly(x, into), into):
+        assert torch.equal(found, expected)
+    torch.testing.assert_close(line.quickly(x, apart[:, 1]), expected)
+    torch.testing.assert_close(line.along(x.T.contiguous(), 1), expected)
+    x.requires_grad_()
+    for function in (line.quickly, lambda each: line.along(each, 0)):
+        found = function(x)
+        assert torch.equal(found, expected)
+        (gradient,) = torch.autograd.grad(found, x, expected, create_graph=True)
+        assert torch.equal(gradient, expected.expand(rows, -1))
+
+
+def test_long_parts_in_half_are_rounded_once():
+    x = torch.ones(300, LONG, dtype=torch.bfloat16)
+    assert torch.equal(REDUCTIONS["sum"].quickly(x), torch.full((LONG,), 300.0, dtype=torch.bfloat16))
+
+
+def test_a_collective_of_long_parts_equals_dense():
+    mesh = loom.open_mesh((5,))
+    x = torch.randn(5 * (PANEL + 10), dtype=torch.float64)
+    given = loom.distribute(x, mesh, "S(0)")
+    expected = x.view(5, -1).sum(0)
+    torch.testing.assert_close(loom.collectives.all_reduce(given).to_torch(), expected)
+    torch.testing.assert_close(loom.collectives.reduce_scatter(given, 0).to_torch(), expected)
+    partial = loom.from_local([*x.view(5, -1)], mesh, "P(sum)")
+    torch.testing.assert_close(partial.redistribute("R").to_torch(), expected)
 
 
 def test_complex_numbers_have_no_ends():

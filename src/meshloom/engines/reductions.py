@@ -33,10 +33,46 @@ def product(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x.squeeze(dim)
 
 
+LONG = 1 << 18  # elements of a part from which parts are added one by one
+PANEL = 1 << 20  # elements that all parts add to before the next ones: they stay in a cache
+
+
+def _are_long(parts: torch.Tensor) -> bool:
+    """Whether parts are better added one by one: torch's own reads all of them at once, a line of the cache of each.
+
+    It waits for memory then, by how far the parts lie apart two or three times as long.
+    """
+    is_wide = parts.dtype in (torch.float32, torch.float64)  # a sum in others is rounded once
+    return is_wide and len(parts) > 1 and parts.numel() >= LONG * len(parts) and parts.is_contiguous()
+
+
+def _add_parts(parts: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    for into, first, second, *others in zip(*(each.view(-1).split(PANEL) for each in (found, *parts)), strict=True):
+        torch.add(first, second, out=into)
+        for each in others:
+            into.add_(each)
+    return found
+
+
+class AddParts(Node):
+    """The sum of long parts; with a gradient it is the same to the last bit as without."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor) -> torch.Tensor:
+        ctx.shape = parts.shape
+        return _add_parts(parts, torch.empty_like(parts[0]))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.expand(ctx.shape)
+
+
 def total(x: torch.Tensor, dim: int) -> torch.Tensor:
     """The sum along a dim. torch's own starts from +0, so that a sum of nothing but -0 would lose its sign."""
     if x.shape[dim] == 1:
         return x.squeeze(dim).clone()
+    if dim == 0 and _are_long(x):
+        return AddParts.apply(x)
     found = x.sum(dim, dtype=x.dtype)
     if x.is_floating_point() or x.is_complex():
         with torch.no_grad():
@@ -132,14 +168,20 @@ class Reduction:
     neutral: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
-def _quickly(name: str, keeps_dtype: bool = False) -> Callable[..., torch.Tensor]:
+def _quickly(name: str) -> Callable[..., torch.Tensor]:
     function = getattr(torch, name)
 
     def run(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        found: torch.Tensor = function(x, 0, dtype=x.dtype, out=out) if keeps_dtype else function(x, 0, out=out)
+        found: torch.Tensor = function(x, 0, dtype=x.dtype, out=out) if name == "prod" else function(x, 0, out=out)
         return found
 
     return run
+
+
+def _sum_quickly(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    if not _are_long(x) or not (out is None or out.is_contiguous()):
+        return torch.sum(x, 0, dtype=x.dtype, out=out)
+    return AddParts.apply(x) if out is None else _add_parts(x, out)
 
 
 _SUM, _MAX, _MIN, _PRODUCT = (getattr(dist.ReduceOp, name) for name in ("SUM", "MAX", "MIN", "PRODUCT"))
@@ -147,10 +189,10 @@ _largest, _smallest = partial(extreme, largest=True), partial(extreme, largest=F
 
 # fmt: off
 REDUCTIONS: dict[str, Reduction] = {
-    "sum":  Reduction(torch.add,     total,     _quickly("sum", keeps_dtype=True),  _SUM, nothing_like),
-    "mean": Reduction(torch.add,     mean,      _quickly("mean"),                   _SUM),
-    "max":  Reduction(torch.maximum, _largest,  _quickly("amax"),                   _MAX),
-    "min":  Reduction(torch.minimum, _smallest, _quickly("amin"),                   _MIN),
-    "prod": Reduction(torch.mul,     product,   _quickly("prod", keeps_dtype=True), _PRODUCT, torch.ones_like),
+    "sum":  Reduction(torch.add,     total,     _sum_quickly,      _SUM, nothing_like),
+    "mean": Reduction(torch.add,     mean,      _quickly("mean"),  _SUM),
+    "max":  Reduction(torch.maximum, _largest,  _quickly("amax"),  _MAX),
+    "min":  Reduction(torch.minimum, _smallest, _quickly("amin"),  _MIN),
+    "prod": Reduction(torch.mul,     product,   _quickly("prod"),  _PRODUCT, torch.ones_like),
 }
 # fmt: on

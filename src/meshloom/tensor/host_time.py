@@ -24,6 +24,8 @@ from meshloom.fabric.host import Host
 from meshloom.tensor.kernel_work import EMPTY, Kernel, address_of, arrays_in
 from meshloom.tensor.recording import Kernels
 
+Piece = tuple[int, int]  # a storage, and which piece of it
+
 
 class HostTime(Log):
     """What a piece of program takes on a host, in seconds, by kind of kernel and by what calls cost besides."""
@@ -36,9 +38,10 @@ class HostTime(Log):
         self._is_on_data = False  # the last kernel was
         self._faults = page_faults()  # so far
         self._ops: list[str] = []  # without gradients; empty of those with gradients
-        self._touched = 0.0  # bytes, so far
-        self._used: dict[int, float] = {}  # of each storage: the bytes that had been touched after its last use
-        self._first: list[tuple[int, float, float, float]] = []  # uses of storages that were not used here before
+        self._touched = 0.0  # bytes, so far, without those that the kernel before had touched
+        self._held: set[tuple[Piece, ...]] = set()  # what the last kernel touched
+        self._used: dict[Piece, float] = {}  # the bytes that had been touched after its last use
+        self._first: list[tuple[Piece, float, float, float]] = []  # uses of what was not used here before
 
     @property
     def seconds(self) -> float:
@@ -46,7 +49,7 @@ class HostTime(Log):
         return sum(self.by_kind.values()) + self._first_seconds()
 
     def _first_seconds(self) -> float:
-        """What the first call and the first use of each storage cost, in a program that comes round again."""
+        """What the first call and the first use of each piece cost, in a program that comes round again."""
         first = self._call_seconds(0) if self._ops else 0.0
         return first + sum(
             cold_seconds(size, self._touched - self._used[key] + before, own, self.host)
@@ -55,16 +58,20 @@ class HostTime(Log):
 
     def _find(self, kernel: Kernel, work: Work) -> None:
         """Where a kernel finds its operands: the more was touched since their last use, the further away."""
-        arrays = {address_of(each): _bytes(each) for each in kernel.inputs}
-        for key, size in arrays.items():
+        read = {_pieces(each): _bytes(each) for each in kernel.inputs}
+        held = {**read, **{_pieces(each): each.nbytes for each in kernel.fresh}}
+        own = sum(held.values())
+        for pieces, size in read.items():
+            key = pieces[len(pieces) // 2]
             if key in self._used:
-                since = self._touched - self._used[key] + work.bytes
-                self.by_kind["memory"] += cold_seconds(size, since, work.bytes, self.host)
+                since = self._touched - self._used[key] + own
+                self.by_kind["memory"] += cold_seconds(size, since, own, self.host)
             else:
-                self._first.append((key, self._touched + work.bytes, size, work.bytes))
-        self._touched += work.bytes
-        for key in (*arrays, *map(address_of, kernel.fresh)):
-            self._used[key] = self._touched
+                self._first.append((key, self._touched + own, size, own))
+        self._touched += sum(size for pieces, size in held.items() if pieces not in self._held)
+        self._held = set(held)
+        for pieces in held:
+            self._used.update(dict.fromkeys(pieces, self._touched))
 
     def see(self, kernel: Kernel) -> None:
         """A kernel has run."""
@@ -141,6 +148,7 @@ class HostTime(Log):
 MEMORY = "memory from the system"
 PAGE = mmap.PAGESIZE  # bytes of memory that one fault brings
 LARGEST_PAGE = 2 << 20  # bytes that it may bring, for results that are large enough
+PIECE = 1 << 20  # bytes of memory of which it is known together when they were used
 FEWEST = 16  # faults that mean something: Python's own lists and frames cause some
 
 
@@ -196,6 +204,14 @@ def work_of(kernel: Kernel) -> Work:
         is_even=apart > 0 and apart % EVEN == 0,
         is_view=kernel.is_view or name in EMPTY,
     )
+
+
+def _pieces(array: torch.Tensor) -> tuple[Piece, ...]:
+    """The pieces of memory that an array lies in, on `meta` too."""
+    last = sum((size - 1) * stride for size, stride in zip(array.shape, array.stride(), strict=True))
+    start = array.storage_offset() * array.itemsize
+    end = start + max(last, 0) * array.itemsize
+    return tuple((address_of(array), place) for place in range(start // PIECE, end // PIECE + 1))
 
 
 def _bytes(array: torch.Tensor) -> int:
