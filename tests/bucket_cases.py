@@ -136,6 +136,41 @@ def kept() -> tuple[bool, bool, bool]:
     return has_sum, is_same, torch.equal(held.to_torch(), 2 * first)
 
 
+def rooms() -> list[bool]:
+    """Whether small gradients have the memory of the pass before: if it is free, if one is kept, if its memory is."""
+    join()
+    mesh = loom.open_mesh((HERE.count,), axes=("dp",))
+    model = _on_mesh(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)), mesh)
+    x = loom.ones(2 * HERE.count, 16, mesh=mesh, placements="S(0)")
+
+    def step(scale: float) -> tuple[int, torch.Tensor]:
+        for parameter in model.parameters():
+            parameter.grad = None
+        (model(x) * scale).sum().backward()
+        array = model[1].bias.grad._data
+        assert array.tolist() == [2 * HERE.count * scale] * 16
+        return array.untyped_storage().data_ptr(), array
+
+    place = step(1.0)[0]
+    found = [step(2.0)[0] == place]
+    kept = step(3.0)[1].view(4, 4)
+    place = kept.untyped_storage().data_ptr()
+    found.append(step(4.0)[0] == place)
+    assert kept.flatten().tolist() == [2 * HERE.count * 3.0] * 16
+    storage = step(5.0)[1].untyped_storage()
+    found.append(step(6.0)[0] == storage.data_ptr())
+    held = deferred._begin_sum
+    flights: list[Any] = []
+
+    def begin(part: torch.Tensor, group: Any) -> Callable[[], torch.Tensor]:
+        flights.append(part)  # as a sum that was begun and never waited for holds it
+        return held(part, group)
+
+    deferred._begin_sum = begin
+    place = step(7.0)[0]
+    return [*found, step(8.0)[0] == place]
+
+
 def forbidden() -> list[str]:
     """Nothing is sent where communication is forbidden, large gradients included."""
     join()

@@ -265,8 +265,11 @@ def calls_of_each() -> dict[str, list[str]]:
         loom.collectives.all_reduce(x, axis="b" if local else ("a", "b"))
     found["all_reduce over b, then over both"] = [call for call, _ in heard]
     heard.clear()
-    loom.collectives.all_reduce(loom.ones(mesh.size << 17, mesh=mesh, placements="S(0), S(0)"), axis="a")
-    found["all_reduce of much"] = [call for call, _ in heard]
+    much = loom.ones(mesh.size << 19, mesh=mesh, placements="S(0), S(0)")
+    for name, more in (("all_reduce", ()), ("all_gather", (0,))):
+        heard.clear()
+        getattr(loom.collectives, name)(much, *more, axis="a")
+        found[f"{name} of much"] = [call for call, _ in heard]
     return found
 
 

@@ -39,6 +39,10 @@ def test_a_second_backward_adds_to_the_gradient_that_is_there() -> None:
     assert ranks.run(2, "bucket_cases:kept") == [(True, True, True)] * 2
 
 
+def test_small_gradients_have_the_memory_of_the_last_pass_unless_somebody_holds_it() -> None:
+    assert ranks.run(2, "bucket_cases:rooms") == [[True, False, False, False]] * 2
+
+
 def test_nothing_leaves_where_communication_is_forbidden() -> None:
     assert ranks.run(2, "bucket_cases:forbidden") == [[], []]
 

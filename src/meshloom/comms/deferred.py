@@ -8,6 +8,7 @@ at once and is on its way while backward goes on; `collect`, at the end of backw
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -85,7 +86,7 @@ class Bucket:
     def __init__(self, sums: Sequence[PendingSum]) -> None:
         self._sums, self._parts = sums, [each.take() for each in sums]
         flat = [each.reshape(-1) for each in self._parts]
-        self._finish = _begin_sum(flat[0] if len(flat) == 1 else torch.cat(flat), sums[0].group)
+        self._finish = _begin_sum(flat[0] if len(flat) == 1 else _join(flat, sums[0].array), sums[0].group)
 
     def settle(self) -> None:
         """Wait for the sums, and give each leaf its own."""
@@ -93,6 +94,29 @@ class Bucket:
         for each, part in zip(self._sums, self._parts, strict=True):
             each.settle(part, total[start : start + part.numel()].view(part.shape))
             start += part.numel()
+
+
+def _join(parts: list[torch.Tensor], first: torch.Tensor) -> torch.Tensor:
+    """Gradients in one buffer: that of the last pass where nobody holds it, for new memory comes from the system.
+
+    It belongs to the first one's second leaf, and goes with it. What is used is another tensor of the same memory: it
+    counts as long as a sum is under way in it.
+    """
+    room: torch.Tensor | None = getattr(first, "_room", None)
+    if room is not None and room.numel() == sum(part.numel() for part in parts) and _holders(room) == _ALONE:
+        return torch.cat(parts, out=room.detach())
+    found = torch.cat(parts)
+    first._room = found.detach()  # type: ignore[attr-defined]
+    return found
+
+
+def _holders(room: torch.Tensor) -> tuple[int, int]:
+    """How many references there are to an array's memory in Python, and how many in torch."""
+    storage = room.untyped_storage()
+    return sys.getrefcount(storage), private.storage_uses(storage._cdata)
+
+
+_ALONE = _holders(torch.empty(1))  # nothing but one tensor: no gradient of the last pass, nor what was made of one
 
 
 def _begin_sum(part: torch.Tensor, group: Group) -> Callable[[], torch.Tensor]:

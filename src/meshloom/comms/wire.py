@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -141,7 +142,48 @@ def _begin_all_reduce(sent: torch.Tensor, group: Group, op: str) -> Callable[[],
     return finish
 
 
-SMALL = 1 << 18  # bytes that may arrive at a process
+SMALL = 1 << 20  # bytes that may arrive at a process
+
+
+class _Together:
+    """Several works of torch's as one, which ends when all have ended or one has failed."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works, self._has_failed = works, False
+
+    def is_completed(self) -> bool:
+        return self._has_failed or all(work.is_completed() for work in self._works)
+
+    def wait(self, *limit: timedelta) -> None:
+        while self._works and not self._has_failed:
+            is_over = self._works[0].is_completed()
+            try:
+                self._works[0].wait(*limit)
+            except RuntimeError:
+                self._has_failed = is_over
+                raise
+            self._works.pop(0)
+
+
+def gather_into(room: torch.Tensor, sent: torch.Tensor, handle: Any, index: int) -> Any:
+    """Begin to gather what every process sends into `room`, (processes, ...); `index` is this one's place.
+
+    On the CPU little goes to each process directly, in one round, and of more each process sends its part to all, into
+    the place where it belongs. Gloo's own passes parts on, in as many rounds as there are processes, and receives them
+    in other memory, which the system gives it every time.
+    """
+    if sent.device.type != "cpu":
+        return handle._allgather_base(room.view(-1), sent.view(-1))
+    if room.nbytes <= SMALL:
+        return handle.alltoall_base(room.view(-1), sent.expand(room.shape).contiguous().view(-1), [], [])
+    room[index] = sent
+    return _Together([handle.broadcast([part], _from(root)) for root, part in enumerate(room)])
+
+
+def _from(root: int) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = root, 0
+    return options
 
 
 def _begin_by_gathering(
@@ -154,7 +196,7 @@ def _begin_by_gathering(
     room = sent.new_empty((group.processes, *sent.shape))
 
     def start() -> Any:
-        return group.handle._allgather_base(room.view(-1), sent.view(-1))
+        return gather_into(room, sent, group.handle, group.index)
 
     def take(parts: torch.Tensor) -> None:
         room.copy_(parts)
@@ -194,12 +236,10 @@ def begin_message(data: torch.Tensor, source: int, target: int, channel: str = "
     waited for by slices, and goes on by itself.
     """
     handle = connect_pair(source, target, channel)
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = int(source > target), 0
     for log in state.logs:
         log.note_sent("copy", 2, data.nbytes)
     _OUTBOX.messages[:] = [each for each in _OUTBOX.messages if not each.has_ended()]
-    under_way: Any = WORLD.message("copy", lambda: handle.broadcast([data], options))
+    under_way: Any = WORLD.message("copy", lambda: handle.broadcast([data], _from(int(source > target))))
     if source == HERE.rank:
         _OUTBOX.messages.append(under_way)
     return under_way  # type: ignore[no-any-return]
@@ -253,7 +293,7 @@ def begin_all_gather(data: torch.Tensor, group: Group) -> Callable[[], torch.Ten
     room = sent.new_empty((group.processes, *sent.shape))
 
     def start() -> Any:
-        return group.handle._allgather_base(room.view(-1), sent.view(-1))
+        return gather_into(room, sent, group.handle, group.index)
 
     def combine(parts: torch.Tensor) -> None:
         room.copy_(parts)
@@ -327,13 +367,11 @@ def broadcast(data: torch.Tensor, group: Group, root: int) -> torch.Tensor:
         return data
     carried = _encode(data)
     sent = carried.clone() if group.index == root else torch.empty_like(carried)
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = root, 0
 
     def combine(parts: torch.Tensor) -> None:
         sent.copy_(parts[root])
 
-    perform("broadcast", group, sent, lambda: group.handle.broadcast([sent], options), combine)
+    perform("broadcast", group, sent, lambda: group.handle.broadcast([sent], _from(root)), combine)
     return _decode(sent, data.dtype)
 
 

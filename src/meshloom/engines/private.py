@@ -52,6 +52,8 @@ is_functorch_wrapped_tensor: Callable[[torch.Tensor], bool] = torch._C._functorc
 # what torch calls for lists of tensors, and functions of `torch.nn.functional` that are in C++
 variable_functions: Any = torch._C._VariableFunctions
 nn_functions: Any = torch._C._nn
+# how many hold a storage, its tensors and its Python object counted
+storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 # a mask of attention as numbers to add
 canonical_mask: Callable[..., torch.Tensor | None] = F._canonical_mask
 # attention as one kernel, and its gradient, which know shapes without data

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from meshloom.comms.group import WORLD, Group, Story, World
+from meshloom.comms.wire import gather_into
 from meshloom.engines.layout import view_bytes
 from meshloom.errors import DivergenceError, where
 from meshloom.mesh import HERE
@@ -140,7 +141,7 @@ class Frame:
         assert WORLD.control is not None
         is_part = self.ranks != WORLD.control.ranks
         handle = WORLD.connect(self.ranks, True, "check") if is_part else WORLD.control.handle
-        return handle._allgather_base(self.room.view(-1), self.sent)
+        return gather_into(self.room, self.sent, handle, self.ranks.index(HERE.rank))
 
     def compare(self) -> None:
         """An error on every process unless all do the same."""
