@@ -48,29 +48,35 @@ def figures(conditions: dict[str, Any], rows: Sequence[Row]) -> str:
     """Everything that comes from a run, as Markdown."""
     parts = [_setting(conditions)]
     parts += [f"### {title}\n\n{_table(found)}" for title, found in _parts(rows) if found]
-    parts += [*_processes(rows), *_predictions(rows, conditions.get("predicted"))]
+    parts += [*_processes(rows, conditions.get("processes")), *_predictions(rows, conditions.get("predicted"))]
     missing = dict.fromkeys(f"{row.who}: {row.missing}" for row in rows if row.missing is not None)
     return "\n\n".join([*parts, *missing])
 
 
-def _processes(rows: Sequence[Row]) -> list[str]:
+Run = dict[str, Any] | None  # when a run of its own was, and the load before it; None for rows of the whole run
+
+
+def _processes(rows: Sequence[Row], run: Run) -> list[str]:
     together = [row for row in rows if row.who == PROCESSES]
     counts = dict.fromkeys(row.devices for row in together)
-    return [_on_processes([row for row in together if row.devices == count]) for count in counts]
+    return [_on_processes([row for row in together if row.devices == count], run) for count in counts]
 
 
-def _on_processes(rows: Sequence[Row]) -> str:
+def _on_processes(rows: Sequence[Row], run: Run) -> str:
     head = ("work", "against", "ours", "theirs", "ratio", "theirs / ours", "goal", "")
     lines = [[*process_line(row), _verdict([row])] for row in rows]
-    return f"### On {rows[0].devices} processes\n\n{_markdown(head, lines)}"
+    return f"### On {rows[0].devices} processes{_when(run)}\n\n{_markdown(head, lines)}"
 
 
-def _predictions(rows: Sequence[Row], run: dict[str, Any] | None) -> list[str]:
-    """Predicted beside measured; `run` says when, where that was a run of its own."""
+def _predictions(rows: Sequence[Row], run: Run) -> list[str]:
+    """Predicted beside measured."""
     lines = [prediction_line(row) for row in rows if row.shown == "error"]
     head = ("work", "devices", "predicted", "measured", "error")
-    when = f"\n\nMeasured by a run of its own, {run['date'][:10]}, load {run['load']} before it." if run else ""
-    return [f"### Predicted{when}\n\n{_markdown(head, lines)}"] if lines else []
+    return [f"### Predicted{_when(run)}\n\n{_markdown(head, lines)}"] if lines else []
+
+
+def _when(run: Run) -> str:
+    return f"\n\nMeasured by a run of its own, {run['date'][:10]}, load {run['load']} before it." if run else ""
 
 
 def _setting(conditions: dict[str, Any]) -> str:
