@@ -56,7 +56,7 @@ def check_gone(pids: list[int], patience: float = 15.0) -> None:
 def is_running(pid: int) -> bool:
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # before it was opened, or while it was read
         return False
     return text.rpartition(")")[2].split()[0] != "Z"
 
