@@ -31,7 +31,7 @@ def price_what_was_measured(host: Host, took: float, size: int) -> dict[str, flo
     assert group is not None
     x = torch.zeros(HERE.count, size // 4 // HERE.count)
     run: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: wire.all_reduce(x, group, own=True),
+        "all_reduce": lambda: wire.all_reduce(x, group),
         "all_gather": lambda: wire.all_gather(x, group),
         "reduce_scatter": lambda: wire.reduce_scatter(x, group),
         "all_to_all": lambda: wire.all_to_all(x, group),
