@@ -170,7 +170,7 @@ def _why_missing(file: Path) -> str:
 
 
 def _damaged(file: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{file}: {what}", fix="use another checkpoint: loom.latest(parent) lists the newest first")
+    return CheckpointError(f"{file}: {what}", fix="use another one; meshloom checkpoint verify FOLDER looks at it")
 
 
 class _Reader:
