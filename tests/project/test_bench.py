@@ -300,7 +300,9 @@ def test_memory_on_processes_stands_beside_time_in_a_table_per_number_of_process
     report.show(console, rows, bench("results").setting(True), True)
     text = console.file.getvalue()
     assert "on 2 Gloo processes" in text and "on 4 Gloo processes" in text and "30.0 MB" in text
-    assert "### On 4 processes" in page._processes(rows)[1] and "25.0 MB" in page._processes(rows)[1]
+    two, four = page._processes(rows, {"date": "2030-01-02T03:04", "load": 1.5})
+    assert "### On 4 processes" in four and "25.0 MB" in four and "2030-01-02, load 1.5 before" in two
+    assert "Measured by a run" not in page._processes(rows, None)[0]
 
 
 def test_the_step_of_the_gpt_is_measured_on_both_plans(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
