@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from meshloom.comms.group import WORLD, Group
 from meshloom.context import state
-from meshloom.engines.reductions import REDUCTIONS
+from meshloom.engines.reductions import REDUCTIONS, add_parts
 from meshloom.mesh import HERE
 
 # what Gloo cannot carry as it is, and what carries it instead
@@ -186,13 +186,8 @@ def _from(root: int) -> Any:
     return options
 
 
-def _begin_by_gathering(
-    sent: torch.Tensor, group: Group, combine: Callable[[torch.Tensor], None]
-) -> Callable[[], torch.Tensor]:
-    """An all-reduce of little: every process gets all parts in one round, and reduces them in the same order.
-
-    Gloo's own takes several rounds, and with few bytes the rounds are what costs.
-    """
+def _begin_gather(kind: str, sent: torch.Tensor, group: Group) -> tuple[torch.Tensor, UnderWay]:
+    """Begin to gather; what every process sends is there, (processes, ...), when it has ended."""
     room = sent.new_empty((group.processes, *sent.shape))
 
     def start() -> Any:
@@ -201,7 +196,17 @@ def _begin_by_gathering(
     def take(parts: torch.Tensor) -> None:
         room.copy_(parts)
 
-    under_way = begin("all_reduce", group, sent, start, take)
+    return room, begin(kind, group, sent, start, take)
+
+
+def _begin_by_gathering(
+    sent: torch.Tensor, group: Group, combine: Callable[[torch.Tensor], None]
+) -> Callable[[], torch.Tensor]:
+    """An all-reduce of little: every process gets all parts in one round, and reduces them in the same order.
+
+    Gloo's own takes several rounds, and with few bytes the rounds are what costs.
+    """
+    room, under_way = _begin_gather("all_reduce", sent, group)
 
     def finish() -> torch.Tensor:
         under_way.wait()
@@ -272,11 +277,7 @@ _FEW = {torch.float32: 4, torch.float64: 4, torch.bfloat16: 2, torch.float16: 2}
 def _reduce(parts: torch.Tensor, op: str) -> torch.Tensor:
     """What processes sent, reduced as torch.distributed does: a mean is divided afterwards."""
     if op in ("sum", "mean") and 1 < len(parts) <= _FEW.get(parts.dtype, 0):
-        first, second, *others = parts
-        found: torch.Tensor = first + second
-        for each in others:
-            found += each
-        return found
+        return add_parts(parts)
     return REDUCTIONS["sum" if op == "mean" else op].along(parts, 0)
 
 
@@ -290,15 +291,7 @@ def begin_all_gather(data: torch.Tensor, group: Group) -> Callable[[], torch.Ten
     if data.is_meta or data.numel() == 0:
         return lambda: data.new_empty((group.processes, *data.shape))
     sent = _encode(data)
-    room = sent.new_empty((group.processes, *sent.shape))
-
-    def start() -> Any:
-        return gather_into(room, sent, group.handle, group.index)
-
-    def combine(parts: torch.Tensor) -> None:
-        room.copy_(parts)
-
-    under_way = begin("all_gather", group, sent, start, combine)
+    room, under_way = _begin_gather("all_gather", sent, group)
 
     def finish() -> torch.Tensor:
         under_way.wait()

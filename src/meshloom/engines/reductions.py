@@ -46,7 +46,9 @@ def _are_long(parts: torch.Tensor) -> bool:
     return is_wide and len(parts) > 1 and parts.numel() >= LONG * len(parts) and parts.is_contiguous()
 
 
-def _add_parts(parts: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+def add_parts(parts: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum of parts that lie in order, one after another; into `out` where it is given."""
+    found = torch.empty_like(parts[0]) if out is None else out
     for into, first, second, *others in zip(*(each.view(-1).split(PANEL) for each in (found, *parts)), strict=True):
         torch.add(first, second, out=into)
         for each in others:
@@ -60,7 +62,7 @@ class AddParts(Node):
     @staticmethod
     def forward(ctx: Any, parts: torch.Tensor) -> torch.Tensor:
         ctx.shape = parts.shape
-        return _add_parts(parts, torch.empty_like(parts[0]))
+        return add_parts(parts)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
@@ -181,7 +183,7 @@ def _quickly(name: str) -> Callable[..., torch.Tensor]:
 def _sum_quickly(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     if not _are_long(x) or not (out is None or out.is_contiguous()):
         return torch.sum(x, 0, dtype=x.dtype, out=out)
-    return AddParts.apply(x) if out is None else _add_parts(x, out)
+    return AddParts.apply(x) if out is None else add_parts(x, out)
 
 
 _SUM, _MAX, _MIN, _PRODUCT = (getattr(dist.ReduceOp, name) for name in ("SUM", "MAX", "MIN", "PRODUCT"))
