@@ -1,4 +1,4 @@
-"""Collectives between processes: one call of `torch.distributed` each, straight to its groups.
+"""Collectives between processes: one round of `torch.distributed` each, straight to its groups.
 
 Arrays without data (`meta`) only change their shape here: what is explained never reaches another process. Every call
 goes through `begin`, which numbers it and compares it with what the other processes do; `perform` waits for it at once.
