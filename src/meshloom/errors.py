@@ -44,7 +44,7 @@ import sys
 import threading
 from collections.abc import Iterable
 from functools import cache
-from types import FrameType
+from types import CodeType, FrameType
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _STANDARD = os.path.dirname(os.__file__) + os.sep
@@ -127,6 +127,27 @@ def place_of(frame: FrameType | None) -> tuple[str, int]:
         frame = frame.f_back
     file, _, line = STARTED.line.rpartition(":")
     return (file, int(line)) if line.isdecimal() else ("", 0)
+
+
+Spot = tuple[CodeType | str, int]  # a code object and how far it has come, or a file and its line
+
+
+def spot_of(frame: FrameType | None) -> Spot:
+    """The innermost spot of the program from a frame on outwards. `place_at` finds its line, which takes longer."""
+    while frame is not None:
+        code = frame.f_code
+        if is_program(code.co_filename):
+            return code, frame.f_lasti
+        frame = frame.f_back
+    return place_of(None)
+
+
+def place_at(spot: Spot) -> tuple[str, int]:
+    """The file and the line of a spot."""
+    code, at = spot
+    if isinstance(code, str):
+        return code, at
+    return code.co_filename, next((line for start, end, line in code.co_lines() if start <= at < end), None) or 0
 
 
 def place_name(place: tuple[str, int]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import meshloom as loom
-from meshloom.tensor import optimizer_steps
 from meshloom.tensor.lists import is_dense, is_ordered_as
 from meshloom.tensor.optimizer_steps import StandIn
 from oracle import check_padding
@@ -451,17 +451,24 @@ def test_complex_parameters_are_stepped_through_views_of_real_numbers():
     check_same([ours], [dense])
 
 
+@pytest.fixture
+def fused_steps(monkeypatch):
+    """How many arrays each fused step of Adam or AdamW had."""
+    found = []
+    for name in ("_fused_adam_", "_fused_adamw_"):
+        own = getattr(torch, name)
+        step = partial(lambda own, *args, **kwargs: (found.append(len(args[0])), own(*args, **kwargs))[1], own)
+        monkeypatch.setattr(torch, name, step)
+    return found
+
+
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 @pytest.mark.parametrize(
     "options", [{}, {"amsgrad": True, "maximize": True, "weight_decay": 0.1}], ids=["plain", "all"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_small_arrays_that_step_as_lists_get_the_bits_of_dense(name, options, dtype, monkeypatch):
-    listed = []
-    foreach_lerp = torch._foreach_lerp_
-    monkeypatch.setattr(torch, "_foreach_lerp_", lambda *args: (listed.append(len(args[0])), foreach_lerp(*args))[1])
-    monkeypatch.setattr(optimizer_steps, "SMALL", 100 * dtype.itemsize)
-    shapes = ((7, 5), (64,), (33, 17), (3,), (40, 3))  # two of more than a hundred elements
+def test_a_step_that_is_left_to_torch_is_fused_and_equals_dense_but_for_the_last_bit(name, options, dtype, fused_steps):
+    shapes = ((7, 5), (64,), (33, 17), (3,), (40, 3))
     mesh = loom.open_mesh((4,))
     dense = [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes]
     ours = [loom.Parameter(each.detach().clone(), mesh, "S(0)") for each in dense]
@@ -472,22 +479,60 @@ def test_small_arrays_that_step_as_lists_get_the_bits_of_dense(name, options, dt
             mine.grad = loom.distribute(theirs.grad.clone(), mesh, "S(0)")
         for optimizer in optimizers:
             optimizer.step()
-    assert listed == [3] * 5  # the first step makes the state
+    assert fused_steps == [5] * 5  # the first step makes the state
+    close = {"rtol": 16 * torch.finfo(dtype).eps, "atol": 16 * torch.finfo(dtype).eps}
     for mine, theirs in zip(ours, dense, strict=True):
-        assert torch.equal(mine.detach().to_torch(), theirs.detach())
+        torch.testing.assert_close(mine.detach().to_torch(), theirs.detach(), **close)
         kept, expected = optimizers[1].state[mine], optimizers[0].state[theirs]
         for key, value in expected.items():
-            assert torch.equal(kept[key].to_torch() if isinstance(kept[key], loom.Tensor) else kept[key], value), key
+            found = kept[key].to_torch() if isinstance(kept[key], loom.Tensor) else kept[key]
+            torch.testing.assert_close(found, value, **close)
 
 
-@pytest.mark.parametrize("foreach", [False, True])
-def test_who_says_how_an_optimizer_steps_is_heard(foreach, monkeypatch):
-    listed = []
-    foreach_lerp = torch._foreach_lerp_
-    monkeypatch.setattr(torch, "_foreach_lerp_", lambda *args: (listed.append(len(args[0])), foreach_lerp(*args))[1])
-    ours = parameters("rows")
-    take_steps(ours, torch.optim.AdamW(ours, lr=0.05, foreach=foreach), 3)
-    assert bool(listed) == foreach
+@pytest.mark.parametrize("placements", ["R", "S(0)", "S(1)"])
+def test_a_fused_step_gives_the_same_bits_wherever_parameters_lie(placements):
+    start, gradients = torch.randn(37, 21), torch.randn(4, 37, 21)
+    found = []
+    for mesh, each in ((loom.open_mesh((1,)), "R"), (loom.open_mesh((4,)), placements)):
+        held = loom.Parameter(start.clone(), mesh, each)
+        optimizer = torch.optim.AdamW([held], lr=0.05)
+        for gradient in gradients:
+            held.grad = loom.distribute(gradient.clone(), mesh, each)
+            optimizer.step()
+        found.append(held.detach().to_torch())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": False}], ids=str)
+def test_who_says_how_an_optimizer_steps_is_heard_to_the_bit(options, fused_steps):
+    ours, dense = parameters("rows"), dense_parameters()
+    for held in ours, dense:
+        optimizer = torch.optim.AdamW(held, lr=0.05, **options)
+        for seed in range(3):
+            torch.manual_seed(seed)
+            for each in held:
+                drawn = torch.randn(each.shape)
+                each.grad = drawn if held is dense else loom.distribute(drawn, each.mesh, each.placements)
+            optimizer.step()
+    assert fused_steps == []
+    for mine, theirs in zip(ours, dense, strict=True):
+        assert torch.equal(mine.detach().to_torch(), theirs.detach())
+
+
+@pytest.mark.parametrize("what", ["a rate that is a tensor", "short floats", "a class of its own"])
+def test_a_step_is_not_fused_where_that_would_be_another_one(what, fused_steps):
+    class Own(torch.optim.AdamW):
+        pass
+
+    make = Own if what == "a class of its own" else torch.optim.AdamW
+    rate = torch.tensor(0.05) if what == "a rate that is a tensor" else 0.05
+    dtype = torch.bfloat16 if what == "short floats" else torch.float32
+    held = loom.Parameter(torch.randn(8, 4, dtype=dtype), loom.open_mesh((4,)), "S(0)")
+    optimizer = make([held], lr=rate)
+    for _ in range(3):
+        held.grad = loom.ones(8, 4, mesh=held.mesh, placements="S(0)", dtype=dtype)
+        optimizer.step()
+    assert fused_steps == []
 
 
 def turned(tensor: torch.Tensor, mesh: loom.Mesh) -> torch.Tensor:

@@ -141,11 +141,15 @@ class Kernel:
         """Torch's own function, where the arrays are dense tensors; its arrays are given by place."""
         plan = self.plan
         short = PLAIN.get(plan.call.op)
-        dense = not (self.leads or plan.mesh.is_split or any(each.padded for each in (*self.ins, *plan.raw)))
-        if short is None or not dense:
+        dense = not (self.leads or any(each.padded for each in (*self.ins, *plan.raw)))
+        if short is None or not dense or not self._is_local():
             return None
         fixed = {name: each for name, each in plan.call.arguments.items() if not isinstance(each, Ref)}
         return short(self.local, fixed)
+
+    def _is_local(self) -> bool:
+        """Whether the op on the arrays of this process is the op on the tensors."""
+        return True
 
 
 def _room(plan: Plan) -> tuple[int, ...] | None:

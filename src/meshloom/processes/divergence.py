@@ -44,7 +44,7 @@ def is_listening(world: World = WORLD) -> bool:
     """Whether calls that do not communicate are written down too."""
     if world.watch is None or world.check == "off" or world.is_muted:
         return False
-    return world.check == "always" or world.story_of().number < FIRST
+    return world.check == "always" or (world.story_of() if world.within else world.story).number < FIRST
 
 
 def is_compared(world: World = WORLD) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from meshloom.collectives import Collective
-from meshloom.comms.deferred import sum_gradient
+from meshloom.comms.deferred import found_deferred, sum_gradient
 from meshloom.comms.gradients import Once
 from meshloom.comms.group import WORLD, Group, check_joined, group_of
 from meshloom.comms.peers import peers_of
@@ -41,7 +41,7 @@ from meshloom.processes.divergence import STORY, describe, is_listening, note
 class SplitKernel(Kernel):
     """The kernel of a plan on a mesh that processes split."""
 
-    __slots__ = ("mesh", "told", "weights")
+    __slots__ = ("entered", "mesh", "told", "weights")
 
     def __init__(self, plan: Plan) -> None:
         check_joined(plan.mesh)
@@ -49,12 +49,26 @@ class SplitKernel(Kernel):
         self.weights: dict[int, tuple[Collective, ...]] = {}  # operands that are gathered, perhaps leaves, and by what
         super().__init__(plan)
         self.told = f"{plan.call.op}({', '.join(topology.notation for topology in plan.call.operands)})"
+        self.entered = self._entered()
+
+    def _entered(self) -> tuple[tuple[int, Step, Group], ...] | None:
+        """Operands whose gradients are summed, where nothing else is done before or after the op; None elsewhere."""
+        steps = [(i, step) for i, step in enumerate(self.prepare) if step is not None]
+        if self.leads or self.weights or any(self.finish) or not all(map(_is_sum_alone, (step for _, step in steps))):
+            return None
+        return tuple((i, step, step.keywords["group"]) for i, step in steps)  # type: ignore[attr-defined]
 
     def run(self, datas: Sequence[torch.Tensor], function: Function) -> Any:
         """The results' stored arrays; what is done is said before it is done."""
         WORLD.watch.begin(self.told, self.mesh)
         if is_listening() and not any(data.is_meta for data in datas):  # what is explained is nobody else's business
             note(describe(self.told, STORY.identity), where(), self.plan.mesh.ranks)
+        if self.entered is not None:
+            ready = [*datas]
+            for i, step, group in self.entered:
+                known = found_deferred(ready[i], group)
+                ready[i] = apply(step, ready[i]) if known is None else known
+            return function(*ready)
         if self.weights and not self.leads and torch.is_grad_enabled():
             function = self._without_keeping(datas, function)
         return super().run(datas, function)
@@ -148,6 +162,10 @@ class SplitKernel(Kernel):
         whole = not _is_cut(row) and axis not in self.leads
         return isinstance(row.ins[operand], Replicate) and split and not whole
 
+    def _is_local(self) -> bool:
+        raw = [placement for each in self.plan.raw for placement in each.placements]
+        return self.local.peers.alone and not any(isinstance(placement, Partial) for placement in raw)
+
     def _peers(self) -> Peers:
         """The processes along the axes on which the op needs more than what one holds."""
         peers = peers_of(self.plan.mesh, [axis for axis in self._crossing() if not self.plan.rows[axis].local])
@@ -173,6 +191,10 @@ class SplitKernel(Kernel):
 def kernel_of(plan: Plan) -> Kernel:
     """What carries a plan out: in this process, or with the others that hold the mesh."""
     return SplitKernel(plan) if plan.mesh.is_split else Kernel(plan)
+
+
+def _is_sum_alone(step: Step) -> bool:
+    return isinstance(step, partial) and step.func is sum_gradient
 
 
 def _is_cut(row: Row) -> bool:

@@ -102,13 +102,12 @@ def _salt(decided: Plan) -> int:
 
 def identity(salt: int, tensors: Iterable[Tensor], arguments: Iterable[object] = ()) -> int:
     """What a call makes of its operands: which tensors it works on, as a number that is the same in every process."""
-    numbers = [salt]
-    for tensor in tensors:
-        numbers.append(tensor._number)
-    for each in arguments:
-        if each.__class__ in NUMBERS and each == each:
-            numbers.append(hash(each))
-    return hash(tuple(numbers)) & MASK
+    return hash((salt, *[tensor._number for tensor in tensors], *number_arguments(arguments))) & MASK
+
+
+def number_arguments(arguments: Iterable[object]) -> list[int]:
+    """The numbers among a call's arguments, as they count in `identity`."""
+    return [hash(each) for each in arguments if each.__class__ in NUMBERS and each == each]
 
 
 MASK = (1 << 63) - 1

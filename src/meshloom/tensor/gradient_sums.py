@@ -26,7 +26,7 @@ from meshloom.comms.deferred import (
     queue_at_end,
 )
 from meshloom.engines import private
-from meshloom.errors import expect, place_name, place_of
+from meshloom.errors import Spot, expect, place_at, place_name, spot_of
 from meshloom.runtime import Event, state
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.clients import sent
@@ -63,10 +63,10 @@ class Note:
     for itself.
     """
 
-    __slots__ = ("back", "call", "place", "sources", "task")
+    __slots__ = ("back", "call", "sources", "spot", "task")
 
-    def __init__(self, call: str, back: Back, place: tuple[str, int], sources: list[tuple[int, Any, int]]) -> None:
-        self.call, self.back, self.place, self.sources, self.task = call, back, place, sources, -1
+    def __init__(self, call: str, back: Back, spot: Spot, sources: list[tuple[int, Any, int]]) -> None:
+        self.call, self.back, self.spot, self.sources, self.task = call, back, spot, sources, -1
 
     def __call__(self, gradients: Sequence[torch.Tensor | None]) -> None:
         task = private.current_graph_task_id()
@@ -83,7 +83,7 @@ class Note:
                     happen(self._events(collectives), of=source)
 
     def _events(self, collectives: Iterable[Collective]) -> list[Event]:
-        line = place_name(self.place) or "unknown line"
+        line = place_name(place_at(self.spot)) or "unknown line"
         return [Event(each, self.call, line, "backward") for each in collectives]
 
 
@@ -132,7 +132,7 @@ def follow(
         data = tensors[i]._data
         if data.requires_grad:
             sources.append((i, data.grad_fn or tensors[i], data.output_nr))
-    told = [call, back, place_of(sys._getframe(depth)), sources]  # shared by the nodes of all results
+    told = [call, back, spot_of(sys._getframe(depth)), sources]  # shared by the nodes of all results
     operands = () if is_written else tensors
     if isinstance(results, torch.Tensor):
         return _mark(results, told, operands)

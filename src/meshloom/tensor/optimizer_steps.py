@@ -2,8 +2,9 @@
 
 Most optimizers treat every element by itself, so a step on the arrays is the step on the tensors. Torch lets a hook
 change the arguments of a step, and the optimizer is one of them: the step gets a stand-in whose parameters and state
-are the arrays; small ones go as lists, in one call for all. While somebody watches, or where tensors do not lie alike,
-it runs on the tensors as usual.
+are the arrays. Where the program leaves it to torch how Adam and AdamW go through them, they take torch's fused step,
+which reads and writes each array once. While somebody watches, or where tensors do not lie alike, a step runs on the
+tensors as usual.
 """
 
 from __future__ import annotations
@@ -26,10 +27,9 @@ ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
 )
-# those whose steps on lists give the bits of steps on one tensor after the other
-SAME_AS_LISTS = frozenset((torch.optim.Adam, torch.optim.AdamW))
-SAME_BITS = frozenset((torch.float32, torch.float64))  # short floats are rounded in other places
-SMALL = 1 << 16  # bytes up to which calls and not arithmetic decide what a step takes
+# those whose fused step differs from the one array by array in the last bit at most, of few elements
+FUSED = frozenset((torch.optim.Adam, torch.optim.AdamW))
+FUSED_DTYPES = frozenset((torch.float32, torch.float64))  # short floats are rounded in other places
 
 
 def run_on_arrays(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -47,7 +47,7 @@ def run_on_arrays(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 class StandIn:
     """An optimizer on arrays: the same groups and the same state, with an array for each tensor."""
 
-    __slots__ = ("_changed", "_fused", "_source", "_states", "_written", "optimizer")
+    __slots__ = ("_changed", "_source", "_states", "_written", "optimizer")
 
     def __init__(self, source: Any) -> None:
         self.optimizer = object.__new__(source.__class__)
@@ -55,7 +55,6 @@ class StandIn:
         self._states: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         self._written: list[Tensor] = []
         self._changed: list[Tensor] = []  # those of them that are padded or split over processes
-        self._fused: list[list[torch.Tensor]] = []  # what one fused step reads and writes, a list for each parameter
 
     def fill(self) -> bool:
         """Take over groups and state; False if something does not lie as its parameter does."""
@@ -64,15 +63,18 @@ class StandIn:
         for group in self._source.param_groups:
             arrays: list[torch.Tensor] = []
             needs_state = self._source.__class__ is not torch.optim.SGD or group["momentum"] != 0
-            fused = self._fused if group.get("fused") else None
+            touched: list[list[torch.Tensor]] = []  # what the step reads and writes, a list for each parameter
             for each in group["params"]:
-                if not self._take(each, arrays, needs_state, fused):
+                if not self._take(each, arrays, needs_state, touched):
                     return False
             if group["differentiable"] or any(each.__class__ is Tensor for each in group.values()):
                 return False
-            groups += self._share_out(group, arrays)
+            if group.get("fused") and not _are_in_order(touched):
+                return False
+            is_fused = self._is_free(group, arrays) and _are_in_order(touched)
+            groups.append({**group, "params": arrays, **({"fused": True} if is_fused else {})})
             taken += arrays
-        if len({*map(id, taken)}) < len(taken) or not (all(map(_are_contiguous, self._fused)) or self._are_in_order()):
+        if len({*map(id, taken)}) < len(taken):
             return False
         vars(self.optimizer).update(
             vars(self._source), param_groups=groups, state=self._states, _tensors_written=(self._written, self._changed)
@@ -80,7 +82,7 @@ class StandIn:
         return True
 
     def _take(
-        self, parameter: Any, arrays: list[torch.Tensor], needs_state: bool, fused: list[list[torch.Tensor]] | None
+        self, parameter: Any, arrays: list[torch.Tensor], needs_state: bool, touched: list[list[torch.Tensor]]
     ) -> bool:
         """Take over a parameter and its state; False if it has to stay a tensor."""
         if parameter.__class__ is not Tensor or parameter._view is not None:
@@ -114,26 +116,24 @@ class StandIn:
         self._written += written
         if topology.padded or mesh.is_split:
             self._changed += written
-        if fused is not None:
-            fused.append([gradient, *[each._data for each in written]])
+        touched.append([gradient, *[each._data for each in written]])
         return True
 
-    def _are_in_order(self) -> bool:
-        """Whether a fused step, which goes through memory, finds what belongs to a parameter there in one order."""
-        return all(
-            is_dense(parameter) and all(is_ordered_as(each, parameter) for each in (gradient, *state))
-            for gradient, parameter, *state in self._fused
-        )
+    def _is_free(self, group: dict[str, Any], arrays: list[torch.Tensor]) -> bool:
+        """Whether the program leaves it to torch how a group is stepped, and a fused step gives what any other does."""
+        if self._source.__class__ not in FUSED or group["foreach"] is not None or group.get("fused") is not None:
+            return False
+        if group["capturable"] or any(isinstance(each, torch.Tensor) for each in (group["lr"], *group["betas"])):
+            return False
+        return {each.dtype for each in arrays} <= FUSED_DTYPES
 
-    def _share_out(self, group: dict[str, Any], arrays: list[torch.Tensor]) -> list[dict[str, Any]]:
-        """A group as it is stepped: where the choice is left to torch, small arrays go as lists, to the same bits."""
-        is_free = self._source.__class__ in SAME_AS_LISTS and group["foreach"] is None and not group["fused"]
-        small = [each for each in arrays if each.nbytes <= SMALL and each.dtype in SAME_BITS] if is_free else []
-        if len(small) < 2 or any(isinstance(each, torch.Tensor) for each in (group["lr"], *group["betas"])):
-            return [{**group, "params": arrays}]
-        listed = {*small}
-        large = [each for each in arrays if each not in listed]
-        return [{**group, "params": small, "foreach": True}, *([{**group, "params": large}] if large else [])]
+
+def _are_in_order(touched: list[list[torch.Tensor]]) -> bool:
+    """Whether a fused step, which goes through memory, finds what belongs to a parameter there in one order."""
+    return all(map(_are_contiguous, touched)) or all(
+        is_dense(parameter) and all(is_ordered_as(each, parameter) for each in (gradient, *state))
+        for gradient, parameter, *state in touched
+    )
 
 
 def _are_contiguous(arrays: list[torch.Tensor]) -> bool:

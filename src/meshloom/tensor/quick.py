@@ -23,7 +23,7 @@ from meshloom.tensor.base import Tensor
 from meshloom.tensor.binding import NUMBERS
 from meshloom.tensor.calling import OVERLOADS, PURE, invoke
 from meshloom.tensor.dispatch import TRAIL, Resolved
-from meshloom.tensor.entries import CACHES, LIMIT, MASK, Entry, identity
+from meshloom.tensor.entries import CACHES, LIMIT, MASK, Entry, identity, number_arguments
 from meshloom.tensor.views import attach, attach_plain
 from meshloom.tensor.writing import note_write
 
@@ -37,18 +37,26 @@ def _repeat_call(found: Resolved, order: tuple[int, ...] | None, result: object)
     """The next call like one that led to an entry; `order` says which of the given tensors are its operands."""
     entry = found.entry
     run: Any = found.function() if found.op.signature is not None or order is not None else found.shortest()
-    is_short = entry.kernel.simple and result.__class__ is Tensor and not entry.leased
-    return _repeat_simple(found, run) if is_short and order is None else _repeat_any(found, run, order)
+    is_short = order is None and result.__class__ is Tensor and not entry.leased
+    return _repeat_one(found, run) if is_short else _repeat_any(found, run, order)
 
 
-def _repeat_simple(found: Resolved, run: Callable[..., torch.Tensor]) -> Repeat:
-    """Of a call that is one of torch's on the arrays as they are."""
+def _repeat_one(found: Resolved, run: Callable[..., torch.Tensor]) -> Repeat:
+    """Of a call with one result."""
     entry, out, salt = found.entry, found.entry.out, found.entry.salt
+    kernel = None if entry.kernel.simple else entry.kernel
     free, tracked, dtype = entry.makers
     is_view, name, args, named = entry.is_view, *_describe_call(found)
+    numbers = tuple(number_arguments(args))
 
     def repeat(tensors: list[Tensor], datas: list[Any], kwargs: dict[str, object]) -> Any:
-        result = run(*datas)
+        number = hash((salt, *[each._number for each in tensors], *numbers)) & MASK if salt else 0  # as `identity`
+        if kernel is None:
+            result = run(*datas)
+        else:
+            STORY.identity = number
+            result = kernel.run(datas, run)
+            STORY.identity = 0
         has_gradient = result.requires_grad
         if has_gradient and entry.communicates_back:
             result = entry.follow(result, tensors, False, 5)
@@ -60,14 +68,14 @@ def _repeat_simple(found: Resolved, run: Callable[..., torch.Tensor]) -> Repeat:
         if is_view:
             attach_plain(tensors[0], made, name, args, named)
         if salt:
-            made._number = identity(salt, tensors, args)
+            made._number = number
         return made
 
     return repeat
 
 
 def _repeat_any(found: Resolved, run: Any, order: tuple[int, ...] | None) -> Repeat:
-    """Of a call with several results, on a mesh of processes or one that may be closed, or whose operands move."""
+    """Of a call with several results, on a mesh that may be closed, or whose operands come in another order."""
     entry, kernel = found.entry, None if found.entry.kernel.simple else found.entry.kernel
     name, args, named = _describe_call(found)
 
