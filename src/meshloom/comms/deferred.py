@@ -90,10 +90,9 @@ class Bucket:
 
     def settle(self) -> None:
         """Wait for the sums, and give each leaf its own."""
-        total, start = self._finish(), 0
-        for each, part in zip(self._sums, self._parts, strict=True):
-            each.settle(part, total[start : start + part.numel()].view(part.shape))
-            start += part.numel()
+        totals = private.nn_functions.unflatten_dense_tensors(self._finish(), self._parts)
+        for each, part, total in zip(self._sums, self._parts, totals, strict=True):
+            each.settle(part, total)
 
 
 def _join(parts: list[torch.Tensor], first: torch.Tensor) -> torch.Tensor:
