@@ -1,8 +1,8 @@
 """Predicted against measured on this machine: it is calibrated, then asked about sizes and shapes that it did not see.
 
 Every point is measured in three passes over all points, and again where its best was not met twice, as the calibration
-does; between processes in three runs of them, since how threads lie on the cores lasts as long as a run. The best
-counts, and the spread of all says how far a point repeats at all.
+does; between processes in three runs of them, as their tables, since how threads lie on the cores lasts as long as a
+run. The best counts, and the spread of all says how far a point repeats at all.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from benchmarks.goals import Goal
 from benchmarks.optimizers import megatron_placements
 from benchmarks.results import OURS, Row, verdict
 from benchmarks.works import language_step
+from meshloom.cli.calibrate import measure_together
 from meshloom.cli.host_measuring import FULL, QUICK, measure_host, time_and_memory
 from meshloom.cli.measuring import read_in_passes, time_for
 from meshloom.fabric.host import Host
@@ -43,7 +44,7 @@ KINDS: dict[str, tuple[int, ...]] = {
 MEDIAN, WORST = Goal("error", 0.15), Goal("error", 0.30)
 BETWEEN, FAR = Goal("error", 0.20), Goal("error", 0.0)
 PROCESSES = (2, 4)
-RUNS = 3  # of processes: the first one makes the tables
+RUNS = 3  # of processes
 RANKS = Path(__file__).with_name("prediction_ranks.py")
 DEVICES = (8, 32)
 SIZES = (2 << 10, 24 << 10, 200 << 10, 3 << 20, 12 << 20, 40 << 20)
@@ -132,6 +133,7 @@ def between(quick: bool) -> Iterator[Row]:
 
 def _together(count: int, quick: bool) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "host.toml").write_text(measure_together(count, quick), encoding="utf-8")
         runs = [_run_together(count, quick, Path(folder)) for _ in range(1 if quick else RUNS)]
     return [_best_of_runs(each) for each in zip(*runs, strict=True)]
 

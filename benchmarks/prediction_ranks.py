@@ -1,7 +1,8 @@
 """One of several processes that are measured and predicted together; the first writes what it found as JSON.
 
-Run as `meshloom run --nproc 2 benchmarks/prediction_ranks.py found.json full`. Every process calls the same things as
-often as the others, so points are timed in a fixed number of rounds.
+Run as `meshloom run --nproc 2 benchmarks/prediction_ranks.py found.json full`, with the tables of as many processes in
+`host.toml` beside it. Every process calls the same things as often as the others, so points are timed in a fixed number
+of rounds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 import meshloom as loom
 from benchmarks.prediction import KINDS, Reading, make_collective, make_gpt, make_llama, make_mlp, read
-from meshloom.cli.host_measuring import FULL, QUICK, measure_host, rounds_of
+from meshloom.cli.host_measuring import rounds_of
 from meshloom.cli.measuring import read_in_passes, time_rounds
 from meshloom.fabric.host import Host, load_host
 from meshloom.mesh.process import HERE
@@ -49,16 +50,6 @@ def read_point(point: Point, host: Host) -> Reading:
     return read(make(), host, partial(time_rounds, rounds=rounds))
 
 
-def make_tables(path: Path, is_quick: bool) -> Host:
-    """The tables that an earlier run of as many processes left there, or new ones, which rank 0 keeps."""
-    if path.exists():
-        return load_host(path)
-    host = measure_host(QUICK if is_quick else FULL)
-    if HERE.rank == 0:
-        path.write_text(host.to_toml(), encoding="utf-8")
-    return host
-
-
 def _text(size: int) -> str:
     return f"{size / (1 << 20):.3g} MB" if size >= 1 << 20 else f"{size >> 10} KB"
 
@@ -67,7 +58,7 @@ if __name__ == "__main__":
     join()
     is_quick = sys.argv[2] == "quick"
     torch.manual_seed(0)
-    host = make_tables(Path(sys.argv[1]).with_name("host.toml"), is_quick)
+    host = load_host(Path(sys.argv[1]).with_name("host.toml"))
     listed = [*points(is_quick)]
     reads = [partial(read_point, each, host) for each in listed]
     readings = read_in_passes(reads, lambda reading: reading[0], passes=2, more=1)

@@ -5,15 +5,31 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from meshloom.cli import measuring
-from meshloom.cli.host_measuring import FULL, QUICK, Point, _copy, _curve, _sizes_sent, read_points
+from meshloom.cli import calibrate, host_measuring, measuring
+from meshloom.cli.host_measuring import (
+    BETWEEN,
+    CALL,
+    FULL,
+    QUICK,
+    Point,
+    Readings,
+    _copy,
+    _curve,
+    _sizes_sent,
+    read_points,
+    read_readings,
+    read_tables,
+    write_readings,
+)
 from meshloom.cli.measuring import PASSES, repeats, time_for, typical
 from meshloom.comms.wire import SMALL
+from meshloom.fabric.host import load_host
 from meshloom.mesh.process import HERE
 from meshloom.tensor.host_time import LARGEST_PAGE, MEMORY, PAGE, page_faults
 
@@ -143,3 +159,46 @@ def test_no_size_lies_between_two_that_are_reduced_in_different_ways(monkeypatch
         assert change <= 8 * count
         assert {*sizes} > {*FULL.sent} and _sizes_sent("all_gather", FULL) == [*FULL.sent]
         assert _sizes_sent("all_reduce", QUICK) == [*QUICK.sent]
+
+
+def test_the_best_of_several_runs_of_processes_counts_and_only_what_they_do_together_is_read_again(
+    monkeypatch: Any,
+) -> None:
+    asked: list[set[str]] = []
+    now: Readings = {
+        BETWEEN: {("all_reduce", 64): (2.0, 64.0), ("all_reduce", 128): (3.0, 128.0)},
+        CALL: {"op": (5.0, 1.0)},
+    }
+
+    def read(points: list[Point], tell: object, earlier: Readings | None = None) -> Readings:
+        asked.append({each.table for each in points})
+        return now
+
+    monkeypatch.setattr(host_measuring, "read_points", read)
+    earlier: Readings = {
+        "copy": {8: (1.0, 8.0)}, BETWEEN: {("all_reduce", 64): (1.5, 64.0), ("all_reduce", 128): (4.0, 128.0)},
+    }  # fmt: skip
+    assert read_tables(QUICK, earlier=earlier) == {
+        "copy": {8: (1.0, 8.0)}, CALL: {"op": (5.0, 1.0)},
+        BETWEEN: {("all_reduce", 64): (1.5, 64.0), ("all_reduce", 128): (3.0, 128.0)},
+    }  # fmt: skip
+    assert asked == [{CALL}]  # one process alone has nothing to do with others
+    assert read_tables(QUICK) == now
+    assert len(asked[1]) > 20
+
+
+def test_readings_are_kept_for_the_next_run_as_they_are(tmp_path: Path) -> None:
+    found: Readings = {"f32": {(16, 48, 80): (1e-6, 122880.0)}, "copy": {64: (2.5e-7, 64.0)}, CALL: {"op": (3e-6, 1.0)}}
+    assert read_readings(tmp_path / "none.json") is None
+    write_readings(found, tmp_path / "kept.json")
+    assert read_readings(tmp_path / "kept.json") == found
+
+
+def test_two_processes_measure_together_in_several_runs(tmp_path: Path, capfd: Any) -> None:
+    (tmp_path / "host.toml").write_text(calibrate.measure_together(2, is_quick=True, runs=2))
+    host = load_host(tmp_path / "host.toml")
+    assert host.threads >= 1 and {kind for kind, _ in host.processes} >= {"all_reduce", "broadcast"}
+    assert [line for line in capfd.readouterr().err.splitlines() if "at once" in line] == [
+        "[1/2] 2 processes at once",
+        "[2/2] 2 processes at once",
+    ]

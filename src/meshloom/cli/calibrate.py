@@ -13,6 +13,7 @@ from meshloom.fabric.catalogue import THIS_MACHINE
 from meshloom.fabric.host import host_path
 
 BUSY = 0.1  # the part of the cores that other work may take
+RUNS = 3  # of several processes: the best counts, and how threads lie on the cores lasts as long as a run
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
     found = measure(options.shape, QUICK if options.quick else FULL, lambda what, i, n: _tell(what, i, n + more))
     sweep, before = host_measuring.QUICK if options.quick else host_measuring.FULL, 4 + len(options.shape)
     host = host_measuring.measure_host(sweep, lambda what, i, n: _tell(what, before + i, before + n))
-    between = {count: _measure_together(count, options) for count in options.processes}
+    between = {count: measure_together(count, options.quick) for count in options.processes}
     others = clock.others() if not between else found.others
     if others is not None and others > BUSY and not (options.quick or options.busy):
         raise MeshloomError(
@@ -78,16 +79,19 @@ def run(options: argparse.Namespace) -> None:
     print(f"\n{found.preset}\nwritten to {options.out} and {host_path(options.out)}", file=sys.stderr)
 
 
-def _measure_together(count: int, options: argparse.Namespace) -> str:
+def measure_together(count: int, is_quick: bool, runs: int | None = None) -> str:
     """The tables of one of several processes that measure at the same time, as TOML."""
-    _tell(f"{count} processes at once", 1, 1)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "host.toml"
         script = str(Path(__file__).with_name("host_measuring.py"))
         command = [sys.executable, "-m", "meshloom", "run", "--nproc", str(count), script, str(path)]
-        done = subprocess.run([*command, "quick" if options.quick else "full"], capture_output=True, text=True)
-        if done.returncode:
-            raise MeshloomError(f"{count} processes could not be measured:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        runs = runs or (1 if is_quick else RUNS)
+        for number in range(1, runs + 1):
+            _tell(f"{count} processes at once", number, runs)
+            done = subprocess.run([*command, "quick" if is_quick else "full"], capture_output=True, text=True)
+            if done.returncode:
+                said = f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
+                raise MeshloomError(f"{count} processes could not be measured:\n{said}")
         return path.read_text(encoding="utf-8")
 
 

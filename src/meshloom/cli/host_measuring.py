@@ -2,12 +2,14 @@
 
 Each point is timed in several passes over all of them, so that a disturbance of some seconds meets it once, and the
 best pass counts. What a pass says is what a call takes on average (`measuring.typical`). Memory that the system gave
-meanwhile has a figure of its own, and is taken off.
+meanwhile has a figure of its own, and is taken off. What processes do together is measured in several runs of them, of
+which the best counts too: how their threads lie on the cores lasts as long as a run.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import mmap
 import statistics
@@ -113,19 +115,42 @@ def time_and_memory(run: Callable[[], object], clock: Callable[[Callable[[], obj
 
 def measure_host(sweep: Sweep = FULL, tell: Tell = lambda what, number, total: None) -> Host:
     """Every table of this process on this machine, with the threads that torch has now."""
-    calls, sent = _calls(), _sent()
-    points = [*_curve_points(sweep), *_product_points(sweep), *_single_points(sweep), *_other_points(sweep)]
-    found = read_points([*points, *_sent_points(sent, sweep), *_call_points(calls, sweep)], tell)
+    return make_tables(read_tables(sweep, tell))
+
+
+def read_tables(
+    sweep: Sweep = FULL, tell: Tell = lambda what, number, total: None, earlier: Readings | None = None
+) -> Readings:
+    """The readings that tables are made of; with those of an earlier run of the processes, the better of both.
+
+    What a process does by itself is not read a second time.
+    """
+    points = [*_sent_points(_sent(), sweep), *_call_points(_calls(), sweep)]
+    if earlier is None:
+        alone = (_curve_points, _product_points, _single_points, _other_points)
+        return read_points([*(point for each in alone for point in each(sweep)), *points], tell)
+    found = {**earlier}
+    for table, readings in read_points(points, tell, earlier).items():
+        both = [*earlier.get(table, {}).items(), *readings.items()]
+        found[table] = {place: min(each for at, each in both if at == place) for place, _ in both}
+    return found
+
+
+def make_tables(found: Readings) -> Host:
+    """The tables that explain the readings."""
     curves = {kind: _curve(found[kind]) for kind, _ in _kernels()}
     products = {name: _products(found[name]) for name in DTYPES}
     host = Host("this-machine", torch.get_num_threads(), curves, products, dict.fromkeys(CALLS, LEAST))
     host = replace(host, weights=_weights(found, host), calls={**host.calls, **_memory_costs(found, host)})
-    host = replace(host, processes=_between(found, sent, host))
-    return replace(host, calls=_call_costs(found, calls, host))
+    host = replace(host, processes=_between(found, _sent(), host))
+    return replace(host, calls=_call_costs(found, _calls(), host))
 
 
-def read_points(points: Sequence[Point], tell: Tell) -> Readings:
-    """The best reading of every point, table by table in each pass, without what memory from the system cost in it."""
+def read_points(points: Sequence[Point], tell: Tell, earlier: Readings | None = None) -> Readings:
+    """The best reading of every point, table by table in each pass, without what memory from the system cost in it.
+
+    What that costs is one of the points, or was one of an earlier run.
+    """
     tables = [*dict.fromkeys(point.table for point in points)]
     listed = sorted(points, key=lambda point: tables.index(point.table))
     total = PASSES * len(tables) + 1
@@ -141,7 +166,8 @@ def read_points(points: Sequence[Point], tell: Tell) -> Readings:
     best: dict[str, dict[Any, Timed]] = {table: {} for table in tables}
     for point, each in zip(listed, readings, strict=True):
         best[point.table][point.place] = min(each)
-    fresh = _cost_of_fresh(best[MEMORY]) if MEMORY in best else 0.0
+    known: Mapping[str, Any] = {**(earlier or {}), **best}
+    fresh = _cost_of_fresh(known[MEMORY]) if MEMORY in known else 0.0
     return {
         table: {
             place: (timed.seconds if table == MEMORY else max(timed.seconds - timed.given * fresh, LEAST), timed.amount)
@@ -537,8 +563,32 @@ def _between(found: Readings, sent: Mapping[str, Send], host: Host) -> dict[tupl
     return {(kind, HERE.count): Curve(tuple(sorted(each.items()))) for kind, each in points.items()}
 
 
-if __name__ == "__main__":  # one of several processes, all measuring at once; the first writes what it found
-    join()
-    found = measure_host(QUICK if sys.argv[2] == "quick" else FULL)
+def write_readings(found: Readings, path: Path) -> None:
+    """Keep readings for the next run of the processes."""
+    rows = [[table, place, *reading] for table, each in found.items() for place, reading in each.items()]
+    path.write_text(json.dumps(rows), encoding="utf-8")
+
+
+def read_readings(path: Path) -> Readings | None:
+    """The readings that an earlier run of the processes kept; None before the first."""
+    if not path.exists():
+        return None
+    found: Readings = {}
+    for table, place, seconds, amount in json.loads(path.read_text(encoding="utf-8")):
+        found.setdefault(table, {})[tuple(place) if isinstance(place, list) else place] = seconds, amount
+    return found
+
+
+def measure_as_one_of_several(path: Path, sweep: Sweep) -> None:
+    """In a process that measures together with others: the first writes the tables, and readings beside them."""
+    kept = path.with_suffix(".json")
+    found = read_tables(sweep, earlier=read_readings(kept))
+    host = make_tables(found)
     if HERE.rank == 0:
-        Path(sys.argv[1]).write_text(found.to_toml(), encoding="utf-8")
+        write_readings(found, kept)
+        path.write_text(host.to_toml(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    join()
+    measure_as_one_of_several(Path(sys.argv[1]), QUICK if sys.argv[2] == "quick" else FULL)
