@@ -7,6 +7,7 @@ run. The best counts, and the spread of all says how far a point repeats at all.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -112,20 +113,21 @@ def alone(quick: bool) -> Iterator[Row]:
 
 def between(quick: bool) -> Iterator[Row]:
     """The same on several processes, each number of them calibrated and predicted together."""
-    points = [(count, each) for count in PROCESSES[: 1 if quick else None] for each in _together(count, quick)]
+    errors: list[float] = []
     far = 0
-    for count, each in points:
+    numbers = PROCESSES[: 1 if quick else None]
+    for count, each in itertools.chain.from_iterable(zip(itertools.repeat(n), _together(n, quick)) for n in numbers):
         error = each["said"] / each["took"] - 1
+        errors.append(abs(error))
         far += abs(error) > max(0.3, each["spread"])
         yield Row(
             OURS, f"predicted {each['work']}", f"{each['detail']}, {count} processes, spread {each['spread']:.0%}",
             (count,), count, "error", ours_us=round(each["took"] * 1e6, 3), predicted_us=round(each["said"] * 1e6, 3),
             error=round(error, 4),
         )  # fmt: skip
-    median = statistics.median(abs(each["said"] / each["took"] - 1) for _, each in points)
     for detail, goal, value in (
-        (f"median of {len(points)} points between processes", BETWEEN, median),
-        ("part of them further off than 30 % and than their spread", FAR, far / len(points)),
+        (f"median of {len(errors)} points between processes", BETWEEN, statistics.median(errors)),
+        ("part of them further off than 30 % and than their spread", FAR, far / len(errors)),
     ):
         held = {"error": round(value, 4), **verdict(goal, value)}
         yield Row(OURS, "predicted", detail, (), 0, "error", **held)

@@ -102,6 +102,7 @@ def test_what_cannot_be_named_placed_or_written_is_refused(tmp_path):
         "it lies on meta": {"model": nn.Linear(2, 2, device="meta")},
         "is not initialised": {"model": nn.LazyLinear(2)},
         "a state is a dict with names": [1, 2],
+        r"a key 3, which is no name\n  fix  use text: '3'": {3: torch.ones(2)},
         "which a checkpoint cannot hold": {"x": torch.eye(2).to_sparse()},
         "nested more than 100 levels": {"x": deep(200)},
     }

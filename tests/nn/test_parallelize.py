@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -418,3 +420,67 @@ def test_a_plan_may_be_a_table_or_a_file(tmp_path):
         model = loom.parallelize(net(), GRID, plan)
         assert model.blocks[0].up.weight.topology.notation == "f32[10, 6](R, S(0))"
         assert model(letters()).topology.notation == "f32[5, 4, 7](R, R)"
+
+
+@pytest.mark.parametrize("way", ["parallelize", "unparallelize"])
+def test_an_optimizer_from_before_is_refused_at_its_step(way):
+    model = Net()
+    if way == "unparallelize":
+        loom.parallelize(model, GRID, "data")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.arange(5)).sum().backward()
+    optimizer.step()
+    loom.parallelize(model, GRID, "data") if way == "parallelize" else loom.unparallelize(model)
+    model(torch.arange(5)).sum().backward()
+    told = refusal(optimizer.step)
+    assert told == (
+        f"this AdamW holds 'frozen' as it was before loom.{way}: its steps do not reach the model\n"
+        f"  fix  make the optimizer after loom.{way}: torch.optim.AdamW(model.parameters(), ...)"
+    )
+    torch.optim.AdamW(model.parameters()).step()
+
+
+def test_an_optimizer_of_parameters_that_are_where_they_were_steps():
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other)]
+    before = dict(model.named_parameters())
+    with pytest.raises(loom.PlacementError):
+        loom.parallelize(model, GRID, {"no.such": "tp=S(0)"})
+    for each in (model, other):
+        each(torch.ones(3)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    loom.parallelize(model, GRID, "data")
+    for name, parameter in before.items():  # put back by hand
+        setattr(model, name, parameter)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def test_an_optimizer_of_a_model_that_is_gone_may_step():
+    model = nn.Linear(3, 2)
+    kept = list(model.parameters())
+    loom.parallelize(model, GRID, "data")
+    del model
+    gc.collect()
+    for each in kept:
+        each.grad = torch.ones_like(each)
+    torch.optim.SGD(kept, lr=0.1).step()
+
+
+def test_an_optimizer_that_was_looked_at_is_looked_at_again_after_another_change():
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    loom.parallelize(model, GRID, "data")
+    optimizer.step()
+    loom.parallelize(other, GRID, "data")
+    with pytest.raises(loom.ArgumentError, match=r"as it was before loom\.parallelize"):
+        optimizer.step()
+
+
+def test_parameters_that_were_replaced_are_not_kept():
+    model = nn.Linear(3, 2)
+    gone = weakref.ref(model.weight)
+    loom.parallelize(model, GRID, "data")
+    gc.collect()
+    assert gone() is None

@@ -166,6 +166,22 @@ def test_a_dim_that_a_parameter_does_not_have_is_refused():
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [("layers.0.0.bias", "say S(0) or R"), ("layers.0.0.weight", "shard a dim from 0 to 1, or say 'R'")],
+)
+def test_a_line_of_one_parameter_is_corrected_and_needs_no_line_above(name, fix):
+    told = refusal(lambda: Plan({name: "tp=S(2)"}).check(Net()), loom.PlacementError)
+    assert told.endswith(f"\n  fix    {fix}")
+
+
+def test_a_check_with_a_mesh_refuses_an_axis_that_the_mesh_lacks():
+    plan = Plan({"**.weight": "model=S(0)"})
+    plan.check(Net())
+    told = refusal(lambda: plan.check(Net(), loom.Mesh(dp=2, tp=4)), loom.MeshError)
+    assert told.startswith("the plan names a mesh axis 'model' that the mesh does not have\n  mesh  Mesh(dp=2, tp=4)")
+
+
 def test_axes_can_be_renamed_everywhere():
     plan = Plan({"a": "tp=S(0)"}, batch="dp=S(0)", inputs={"b": "tp=R"}, outputs={"c": "tp=S(1)"})
     assert plan.axes == ("dp", "tp")

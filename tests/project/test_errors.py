@@ -80,6 +80,14 @@ CASES: dict[str, Case] = {
   asked  (S(2), R)
   fix    dims go from 0 to 1""",
     ),
+    "a dim that a vector does not have": (
+        loom.PlacementError,
+        lambda: loom.ones(4, mesh=MESH, placements="S(1), R"),
+        """dim 1 is out of range for a tensor of 1 dims
+  mesh   Mesh(dp=2, tp=4)
+  asked  (S(1), R)
+  fix    its only dim is 0: use S(0)""",
+    ),
     "a sharded number": (
         loom.PlacementError,
         lambda: loom.ones((), mesh=MESH, placements="S(0), R"),

@@ -42,11 +42,14 @@ def gather(state: Any) -> Gathered:
 
 def check_state(state: Any) -> None:
     """An error unless a state is a dict with names."""
-    if type(state) not in (dict, OrderedDict) or not all(type(key) is str for key in state):
+    if type(state) not in (dict, OrderedDict):
         raise ArgumentError(
             f"a state is a dict with names, not a {type(state).__name__}",
             fix='{"model": model, "optimizer": optimizer, "step": step}',
         )
+    for key in state:
+        if type(key) is not str:
+            raise ArgumentError(f"the state has a key {key!r}, which is no name", fix=f"use text: {str(key)!r}")
 
 
 def is_object(value: Any) -> bool:

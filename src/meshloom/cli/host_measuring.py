@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from meshloom import collectives
-from meshloom.cli.measuring import DTYPES, PASSES, Tell, read_in_passes, time_for, time_rounds
+from meshloom.cli.measuring import DTYPES, MORE, PASSES, Tell, read_in_passes, time_for, time_rounds
 from meshloom.comms import wire
 from meshloom.comms.group import group_of
 from meshloom.cost.host import FRESH, ROWS, RUNS, TOKENS, WEIGHED, WIDTHS, Work, kernel_seconds
@@ -42,7 +42,8 @@ class Sweep:
     """How much is measured: seconds per point and pass, bytes that a kernel touches, steps of products and their limit.
 
     `rounds` is how often processes call what they do together, and `sent` the bytes that they send. `large` are sizes
-    at which sums alone are measured: their results stay small.
+    at which sums alone are measured: their results stay small. `beyond` are sizes of copies and additions that no cache
+    holds, into memory that is there.
     """
 
     seconds: float
@@ -52,8 +53,10 @@ class Sweep:
     rounds: int
     sent: tuple[int, ...]
     large: tuple[int, ...] = ()
+    beyond: tuple[int, ...] = ()
 
 
+AMONG_SEVERAL = 1  # passes at most over what did not repeat: they are started again, and on shared cores little repeats
 MB = 1 << 20
 # results stay below what the allocator takes anew from the system every time: that has a figure of its own
 SIZES = tuple(size << 10 for size in (4, 16, 48, 128, 320, 1024, 1800, 2560, 5 << 10, 16 << 10, 48 << 10))
@@ -63,7 +66,8 @@ STEPS_OF_PRODUCTS = (1, 4, 16, 48, 80, 128, 208, 384, 704, 1104, 1904, 3088)
 SENT = tuple(size << 10 for size in (1, 8, 24, 96, 256, 1024, 5 << 10, 10 << 10, 20 << 10, 36 << 10, 64 << 10))
 # sums are measured where they stop to fit into a cache too, and far beyond it
 LARGE = tuple(size * MB for size in (20, 28, 38, 60, 84, 130, 200, 640, 1500))
-FULL = Sweep(0.01, SIZES, STEPS_OF_PRODUCTS, 5e9, 40, SENT, LARGE)
+BEYOND = tuple(size * MB for size in (84, 170))
+FULL = Sweep(0.01, SIZES, STEPS_OF_PRODUCTS, 5e9, 40, SENT, LARGE, BEYOND)
 QUICK = Sweep(0.0005, (1 << 12, 1 << 16), (16, 64), 1e7, 3, (1 << 10, 16 << 10))
 
 Made = tuple[Callable[[], object], float]  # what is timed, ready to run, and how much it does: bytes, FLOP
@@ -162,7 +166,8 @@ def read_points(points: Sequence[Point], tell: Tell, earlier: Readings | None = 
         elif number == 0 or table != listed[number - 1].table:
             tell(f"{table}, pass {turn + 1}", turn * len(tables) + tables.index(table) + 1, total)
 
-    readings = read_in_passes([point.read for point in listed], lambda timed: timed.seconds, tell_table)
+    more = MORE if HERE.count == 1 else AMONG_SEVERAL
+    readings = read_in_passes([point.read for point in listed], lambda timed: timed.seconds, tell_table, more=more)
     best: dict[str, dict[Any, Timed]] = {table: {} for table in tables}
     for point, each in zip(listed, readings, strict=True):
         best[point.table][point.place] = min(each)
@@ -202,17 +207,18 @@ def _sizes_of(kind: str, sweep: Sweep) -> tuple[int, ...]:
     if kind.startswith("sum"):
         results = {"sum": 1 << 30, **{f"sum of {rows} rows": rows for rows in ROWS}}[kind]
         return (*sweep.sizes, *(size for size in sweep.large if size // results < 2 * FRESH))
-    return sweep.sizes[::2] if kind[-1].isdecimal() and len(sweep.sizes) > 2 else sweep.sizes
+    beyond = sweep.beyond if kind.startswith(("pointwise", "copy", "turned copy", "strided copy")) else ()
+    return (*(sweep.sizes[::2] if kind[-1].isdecimal() and len(sweep.sizes) > 2 else sweep.sizes), *beyond)
 
 
 # Curves: for a number of bytes that a kernel touches, the kernel ready to run, and the bytes that it really touches
 
 
 def _kernels() -> Iterator[tuple[str, Callable[[int], Made]]]:
-    yield "pointwise", lambda size: _on(size // 12, 2, lambda a, b: a + b, 12)
+    yield "pointwise", lambda size: _on(size // 12, 2, _into_room(size, torch.add), 12)
     yield "in place", lambda size: _on(size // 12, 2, lambda a, b: a.add_(b), 12)
-    yield "copy", lambda size: _on(size // 8, 1, lambda a: a.clone(), 8)
-    yield "turned copy", lambda size: _on_rows(size // 8, lambda a: a.t().contiguous(), 8)
+    yield "copy", lambda size: _on(size // 8, 1, _into_room(size, _copy_to), 8)
+    yield "turned copy", lambda size: _on_rows(size // 8, _into_room(size, lambda a, out: _copy_to(a.t(), out)), 8)
     for run in RUNS:
         yield f"strided {run}", partial(_strided, run)
         yield f"strided copy {run}", partial(_strided_copy, run)
@@ -227,6 +233,30 @@ def _kernels() -> Iterator[tuple[str, Callable[[int], Made]]]:
     for tokens, width in itertools.product(TOKENS, WIDTHS):
         for kind in ("attention", "attention backward"):
             yield f"{kind} {tokens}x{width}", partial(_attention, tokens, width, kind != "attention")
+
+
+Kernel = Callable[..., torch.Tensor]
+
+
+def _into_room(size: int, kernel: Kernel) -> Kernel:
+    """A kernel that takes `out`: of sizes beyond the others its result goes into memory that is there."""
+    if size <= SIZES[-1]:
+        return partial(kernel, out=None)
+    room: list[torch.Tensor] = []
+
+    def run(*given: torch.Tensor) -> torch.Tensor:
+        if not room:
+            room.append(kernel(*given, out=None))
+        return kernel(*given, out=room[0])
+
+    return run
+
+
+def _copy_to(given: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """A copy in order."""
+    if out is not None:
+        return out.copy_(given)
+    return given.clone() if given.is_contiguous() else given.contiguous()
 
 
 def _on(elements: int, arrays: int, run: Callable[..., object], each: int) -> Made:
@@ -249,8 +279,8 @@ def _strided(run: int, size: int) -> Made:
 
 def _strided_copy(run: int, size: int) -> Made:
     """Runs in another order, as an all-to-all has them."""
-    given = torch.rand(8, max(1, size // (8 * 8 * 8 * run)), 8, 2 * run)[..., :run]
-    return lambda: given.transpose(0, 2).contiguous(), 8.0 * given.numel()
+    given = torch.rand(8, max(1, size // (8 * 8 * 8 * run)), 8, 2 * run)[..., :run].transpose(0, 2)
+    return partial(_into_room(size, _copy_to), given), 8.0 * given.numel()
 
 
 def _join(run: int, size: int) -> Made:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshloom.errors import PlacementError
+from meshloom.errors import MeshError, PlacementError
 from meshloom.mesh import Mesh
 from meshloom.nn.patterns import fits, fold, near
 from meshloom.nn.tables import Axes, Table, spell_axes
@@ -66,7 +66,9 @@ def _columns(rows: list[tuple[str, str, str]]) -> list[str]:
 
 
 def assign(plan: Any, module: Any, mesh: Mesh | None = None) -> Assignment:
-    """Every decision of a plan about a module, or an error for a line that fits nothing or a dim that is not there."""
+    """Every decision of a plan about a module, or an error for a line that fits nothing, or names what is not there."""
+    if mesh is not None:
+        _check_axes(plan, mesh)
     groups = _tied_names(module)
     modules = [name for name, _ in module.named_modules() if name]
     lines, where = _share_out(plan.parameters, groups)
@@ -84,6 +86,16 @@ def assign(plan: Any, module: Any, mesh: Mesh | None = None) -> Assignment:
         Table({name: first for first, (names, _) in groups.items() for name in names[1:]}),
         () if mesh is None else tuple(_notes(lines, groups, module, mesh)),
     )
+
+
+def _check_axes(plan: Any, mesh: Mesh) -> None:
+    for axis in plan.axes:
+        if axis not in mesh.axes:
+            raise MeshError(
+                f"the plan names a mesh axis {axis!r} that the mesh does not have",
+                mesh=mesh,
+                fix=f"plan.rename({{{axis!r}: {mesh.axes[-1]!r}}}), or open a mesh with that axis",
+            )
 
 
 Groups = Mapping[str, tuple[tuple[str, ...], Any]]
@@ -127,8 +139,14 @@ def _check_dims(lines: Iterable[Line], groups: Groups) -> None:
                         f"the line {line.pattern!r} shards dim {each.dim} of {name!r}, which has {dims} dims",
                         asked=f"{axis}={each}",
                         shape=list(groups[name][1].shape),
-                        fix=f"write a line for it above: {name!r}: 'R'",
+                        fix=_fix_dim(line.pattern, name, dims),
                     )
+
+
+def _fix_dim(pattern: str, name: str, dims: int) -> str:
+    if pattern != name:
+        return f"write a line for it above: {name!r}: 'R'"
+    return f"shard a dim from 0 to {dims - 1}, or say 'R'" if dims > 1 else "say S(0) or R" if dims else "say R"
 
 
 def _named(word: str, pattern: str, modules: list[str]) -> tuple[str, ...]:

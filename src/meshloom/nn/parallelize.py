@@ -15,13 +15,14 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from meshloom.comms.weights import declare_unit
-from meshloom.errors import ArgumentError, MeshError, expect
+from meshloom.errors import ArgumentError, expect
 from meshloom.mesh import Mesh
 from meshloom.nn import hooks, plans
 from meshloom.nn.assignment import Assignment
 from meshloom.nn.files import open_files
 from meshloom.nn.materialise import fill, make_room
 from meshloom.nn.plan import Plan
+from meshloom.nn.replaced import note_replaced
 from meshloom.nn.tables import Axes, Table
 from meshloom.tensor.base import Tensor
 from meshloom.tensor.creation import distribute
@@ -85,16 +86,16 @@ def parallelize(
     expect("mesh", place, Mesh, fix='open one: mesh = loom.open_mesh((2, 4), axes=("dp", "tp"))')
     refuse_placed(module)
     chosen = plans.as_plan(plan, module, place)
-    _check_axes(chosen, place)
-    found = chosen.check(module)
+    found = chosen.check(module, place)
     _check_tensors(module)
     made = _make(module, place, found, _Source.of(module, weights, device))
-    placed = Placed(chosen, place)
-    with _swap(module, made.tensors):
+    placed, swap = Placed(chosen, place), _swap(module, made.tensors)
+    with swap:
         if made.empty:
             fill(module, made.empty)
         placed.handles += hooks.attach(module, chosen, _taken(found), place)
     _declare_units(module, found)
+    _note(swap.before, "loom.parallelize")
     vars(module)[_MARK] = placed
     return module
 
@@ -114,9 +115,10 @@ def unparallelize(module: _Module) -> _Module:
             fix="give the module that parallelize was given",
         )
     made = {key: _dense(tensor) for key, tensor in _tensors(module).items() if isinstance(tensor, Tensor)}
-    for slot, tensor in list(_slots(module)):
-        if id(tensor) in made:
-            slot.put(made[id(tensor)])
+    before = [(slot, tensor) for slot, tensor in _slots(module) if id(tensor) in made]
+    for slot, tensor in before:
+        slot.put(made[id(tensor)])
+    _note(before, "loom.unparallelize")
     for handle in placed.handles:
         handle.remove()
     hooks.undo(module)
@@ -167,16 +169,6 @@ def refuse_placed(module: torch.nn.Module) -> None:
             )
 
 
-def _check_axes(plan: Plan, mesh: Mesh) -> None:
-    for axis in plan.axes:
-        if axis not in mesh.axes:
-            raise MeshError(
-                f"the plan names a mesh axis {axis!r} that the mesh does not have",
-                mesh=mesh,
-                fix=f"plan.rename({{{axis!r}: {mesh.axes[-1]!r}}}), or open a mesh with that axis",
-            )
-
-
 def _check_tensors(module: torch.nn.Module) -> None:
     for slot, tensor in _slots(module):
         if torch.nn.parameter.is_lazy(tensor):
@@ -204,6 +196,10 @@ def _declare_units(module: torch.nn.Module, found: Assignment) -> None:
     for name in [name for line in found.lines if line.word == "unit" for name in line.takes]:
         held = [each._data for each in module.get_submodule(name).parameters() if isinstance(each, Tensor)]
         declare_unit(held)
+
+
+def _note(before: list[tuple[Slot, torch.Tensor]], by: str) -> None:
+    note_replaced(((tensor, slot.owner, slot.attribute, slot.name) for slot, tensor in before), by)
 
 
 def _slots(module: torch.nn.Module) -> Iterator[tuple[Slot, torch.Tensor]]:

@@ -126,7 +126,8 @@ class Plan:
     def check(self, module: Any, mesh: Mesh | None = None) -> Assignment:
         """Which line takes which parameter of a module; a line that fits nothing is an error.
 
-        With a mesh it also notes what does not divide over it: that is exact, and costs more.
+        With a mesh, an axis that it lacks is an error too, and what does not divide over it is noted: uneven shards are
+        exact, and cost more.
 
         >>> import torch
         >>> print(Plan({"*.weight": "tp=S(0)"}, batch="dp=S(0)").check(torch.nn.Sequential(torch.nn.Linear(4, 8))))

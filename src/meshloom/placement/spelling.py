@@ -93,7 +93,8 @@ def _count_from_front(placement: Placement, ndim: int, mesh: Mesh, asked: tuple[
     if not isinstance(placement, Shard):
         return placement
     if not -ndim <= placement.dim < ndim:
-        dims = f"dims go from 0 to {ndim - 1}" if ndim else "a 0-d tensor can only be R or P"
+        there = f"dims go from 0 to {ndim - 1}" if ndim > 1 else "its only dim is 0: use S(0)"
+        dims = there if ndim else "a 0-d tensor can only be R or P"
         raise PlacementError(
             f"dim {placement.dim} is out of range for a tensor of {ndim} dims", mesh=mesh, asked=spell(asked), fix=dims
         )
