@@ -35,13 +35,45 @@ FUSED_DTYPES = frozenset((torch.float32, torch.float64))  # short floats are rou
 def run_on_arrays(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The arguments of the same step on arrays; None where it has to run on tensors."""
     first = next((each for group in optimizer.param_groups for each in group["params"]), None)
-    if first.__class__ is not Tensor or optimizer.__class__ not in ELEMENTWISE:
+    if not isinstance(first, Tensor) or optimizer.__class__ not in ELEMENTWISE:
         return None
     has_closure = len(args) > 1 or kwargs  # which may do anything
     if has_closure or not state.plain or state.waiting or private.has_step_hooks(optimizer):
         return None
+    if first._is_remote:
+        fused = _fuse_remote(optimizer)
+        return None if fused is None else ((fused,), {})
     made = StandIn(optimizer)
-    return ((made.optimizer,), {}) if made.fill() else None
+    return ((made.optimizer,), {}) if first.__class__ is Tensor and made.fill() else None
+
+
+def _fuse_remote(optimizer: Any) -> Any:
+    """An optimizer of tensors on a cluster that takes the steps that its workers' arrays would take, or None."""
+    groups = []
+    for group in optimizer.param_groups:
+        held = [each for each in group["params"] if each.grad is not None]
+        alike = [{each.grad.topology, *_topologies(optimizer.state.get(each))} == {each.topology} for each in held]
+        is_known = all(each in optimizer.state for each in held)
+        is_fused = is_known and all(alike) and is_left_to_torch(optimizer, group, held)
+        groups.append({**group, "fused": True} if is_fused else group)
+    if not any(given is not group for given, group in zip(groups, optimizer.param_groups, strict=True)):
+        return None
+    made = object.__new__(optimizer.__class__)
+    vars(made).update(vars(optimizer), param_groups=groups)
+    return made
+
+
+def _topologies(held: dict[str, Any] | None) -> set[Any]:
+    return {each.topology for each in (held or {}).values() if isinstance(each, Tensor)}
+
+
+def is_left_to_torch(optimizer: Any, group: dict[str, Any], held: list[Any]) -> bool:
+    """Whether the program leaves it to torch how a group is stepped, and a fused step gives what any other does."""
+    if optimizer.__class__ not in FUSED or group["foreach"] is not None or group.get("fused") is not None:
+        return False
+    if group["capturable"] or any(isinstance(each, torch.Tensor) for each in (group["lr"], *group["betas"])):
+        return False
+    return {each.dtype for each in held} <= FUSED_DTYPES
 
 
 class StandIn:
@@ -71,7 +103,7 @@ class StandIn:
                 return False
             if group.get("fused") and not _are_in_order(touched):
                 return False
-            is_fused = self._is_free(group, arrays) and _are_in_order(touched)
+            is_fused = is_left_to_torch(self._source, group, arrays) and _are_in_order(touched)
             groups.append({**group, "params": arrays, **({"fused": True} if is_fused else {})})
             taken += arrays
         if len({*map(id, taken)}) < len(taken):
@@ -118,14 +150,6 @@ class StandIn:
             self._changed += written
         touched.append([gradient, *[each._data for each in written]])
         return True
-
-    def _is_free(self, group: dict[str, Any], arrays: list[torch.Tensor]) -> bool:
-        """Whether the program leaves it to torch how a group is stepped, and a fused step gives what any other does."""
-        if self._source.__class__ not in FUSED or group["foreach"] is not None or group.get("fused") is not None:
-            return False
-        if group["capturable"] or any(isinstance(each, torch.Tensor) for each in (group["lr"], *group["betas"])):
-            return False
-        return {each.dtype for each in arrays} <= FUSED_DTYPES
 
 
 def _are_in_order(touched: list[list[torch.Tensor]]) -> bool:

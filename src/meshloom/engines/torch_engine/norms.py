@@ -144,6 +144,8 @@ def _batch_norm(
         x, mask, lines = _wide(local, input, input.dtype), local.mask(input, dims), _lines(local, input, dims)
         scaled, mean, spread = _standardise(local, x, mask, dims, count, eps, lines)
         out = _per_channel(scaled, weight, bias).to(input.dtype)
+        kept = input.dtype if weight is None else weight.dtype  # as torch keeps statistics
+        mean, spread = mean.to(kept), spread.to(kept)
     return out, mean.detach().flatten(), spread.detach().flatten() * (count / max(count - 1, 1))
 
 
