@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ WORKS = (
     (STEP, "DDP, data-parallel"),
     (DEEP, f"DDP, {DEPTH * 4.2:.0f} MB of gradients"),
     (LLAMA, "DDP, AdamW"),
+    (LLAMA, "DDP, AdamW fused on both sides"),
     (CHECK, "MLP step, sample against off"),
     (CHECK, "MLP step, always against off"),
 )
@@ -98,6 +100,7 @@ def _steps(mesh: Any) -> Iterator[tuple[tuple[str, str], Sides, int, int]]:
     yield WORKS[8], (step, training_step(*with_ddp(model, x, y, mesh))), 1, 60
     yield WORKS[9], beside_ddp(*deep_mlp(mesh.size), mesh, training_step), 1, 20
     yield WORKS[10], beside_ddp(*llama(), mesh, language_step), 1, 20
+    yield WORKS[11], beside_ddp(*llama(), mesh, partial(language_step, fused=True)), 1, 20
 
     def under(check: str) -> Work:
         def run() -> object:
@@ -106,8 +109,8 @@ def _steps(mesh: Any) -> Iterator[tuple[tuple[str, str], Sides, int, int]]:
 
         return run
 
-    yield WORKS[11], (under("sample"), under("off")), 1, 120
-    yield WORKS[12], (under("always"), under("off")), 1, 40
+    yield WORKS[12], (under("sample"), under("off")), 1, 120
+    yield WORKS[13], (under("always"), under("off")), 1, 40
     WORLD.check = "sample"
 
 

@@ -161,9 +161,11 @@ def training_step(model: torch.nn.Module, x: object, y: object) -> Work:
     return _update(torch.optim.SGD(model.parameters(), lr=0.01), lambda: (model(x) - y).square().mean())
 
 
-def language_step(model: torch.nn.Module, tokens: object, labels: object, rate: float = 1e-4) -> Work:
+def language_step(
+    model: torch.nn.Module, tokens: object, labels: object, rate: float = 1e-4, fused: bool | None = None
+) -> Work:
     """The same with AdamW of a language model of `transformers`."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=fused)
     return _update(optimizer, lambda: model(input_ids=tokens, labels=labels, use_cache=False).loss)
 
 
