@@ -41,6 +41,7 @@ TOGETHER = (
     ("MLP step", "DDP, data-parallel"),
     ("deep MLP step", "DDP, 84 MB of gradients"),
     ("Llama step", "DDP, AdamW"),
+    ("Llama step", "DDP, AdamW fused on both sides"),
     ("divergence check", "MLP step, sample against off"),
     ("divergence check", "MLP step, always against off"),
 )

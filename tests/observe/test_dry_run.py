@@ -475,7 +475,7 @@ def test_cross_entropy_of_a_micro_batch_loop_is_summed_once():
 
 def test_processes_that_split_the_mesh_say_the_same_as_one():
     alone = summarise_step(TINY)
-    for found in (*ranks.run(2, "llama:summarise_step", TINY), *ranks.run(4, "llama:summarise_step", TINY)):
+    for found in (*ranks.run(2, "llama:summarise_steps", TINY), *ranks.run(4, "llama:summarise_steps", TINY)):
         assert found.pop("activations") == pytest.approx(alone["activations"], rel=0.05)  # losses keep other statistics
         assert found == {name: value for name, value in alone.items() if name != "activations"}
 
