@@ -235,7 +235,11 @@ def _call(function: Callable[..., Any], name: str, args: list[Any], kwargs: dict
             if isinstance(array, torch.Tensor) and array.ndim and not is_ordered_as(array, like):
                 each[i] = torch.empty_like(like, dtype=array.dtype).copy_(array)
                 turned += [(array, each[i])] if each is not read else []
+    written = [array for each in lists if each is not read for array in each if isinstance(array, torch.Tensor)]
     results = function(*args, **kwargs)
+    private.increment_version(
+        written
+    )  # torch's own leave that out, and weights that are gathered would stay as they were
     for array, copy in turned:
         array.copy_(copy)
     return results

@@ -171,6 +171,8 @@ def note_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if noted is not None:
         written, changed = noted
         private.increment_version(written)
+        if any(group.get("fused") for group in args[0].param_groups):  # torch's fused steps tell nobody that they wrote
+            private.increment_version([each._data for each in written])
         for each in changed:
             topology = each.topology
             if topology.padded:
