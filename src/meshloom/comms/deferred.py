@@ -166,7 +166,7 @@ def found_deferred(data: torch.Tensor, group: Group) -> torch.Tensor | None:
     held = data.__dict__.get("_deferred")
     if not held or data._backward_hooks or data._post_accumulate_grad_hooks:
         return None
-    if not (torch.is_grad_enabled() and data.requires_grad) or data.is_meta:
+    if not (torch.is_grad_enabled() and data.requires_grad and data.is_leaf) or data.is_meta:
         return None
     place = data.data_ptr()
     for each in held:
